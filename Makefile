@@ -1,0 +1,57 @@
+# A fresh clone needs python3 (>= 3.11) with pip and venv, and a C++ compiler; everything else is set up here.
+PYTHON ?= python3
+VENV ?= .venv
+GPU_PYTHON ?= python3
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
+# bf16 matrix products can die with SIGILL under AMX in virtual machines that announce AMX but do not enable it.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+# Forked workers would make tokenizers warn; nothing here may reach for the network.
+export TOKENIZERS_PARALLELISM ?= false
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: help demo test test-all test-gpu lint format clean
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+demo: $(VENV)/.stamp-demo  ## train the demo model
+	$(BIN)/overspill train --demo
+
+test: $(VENV)/.stamp-test  ## the tests of every change, on the CPU
+	$(BIN)/python -m pytest -q tests
+
+test-all: $(VENV)/.stamp-test  ## also the long tests
+	$(BIN)/python -m pytest -q -m "not gpu" tests
+
+# For a machine that is offline and has torch and pytest in its own Python: nothing is installed.
+test-gpu:  ## the tests that need cuda, with GPU_PYTHON
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu
+
+lint: $(VENV)/.stamp-dev  ## ruff, mypy, codespell
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+format: $(VENV)/.stamp-dev  ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the environment, caches and build outputs
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first and alone, as the plain pinned version: what is installed afterwards finds it there and cannot
+# pull another build of it.
+$(VENV)/.stamp-torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	@touch $@
+
+$(VENV)/.stamp-%: $(VENV)/.stamp-torch pyproject.toml constraints.txt
+	$(PIP) -e ".[$*]"
+	@touch $@

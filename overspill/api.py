@@ -1,0 +1,288 @@
+"""The user's door: everything public is here. Plans, builds the engine, and hands objects out."""
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from os import PathLike
+from pathlib import Path
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from overspill.config import NvmeOption, Options, Size, options, parse_nvme, parse_size
+from overspill.errors import ModelError, OptionError, StateError
+from overspill.plan.plan import Plan
+from overspill.plan.solver import Request, page_bytes, solve
+from overspill.runtime.door import keeper_of
+from overspill.runtime.engine import Engine
+from overspill.runtime.optimizer import SpilledOptimizer, read_state
+from overspill.runtime.parts import Parts, Tiers, build
+from overspill.specs import ROLES, Budget
+from overspill.tiers import HostTier, NullTier, NvmeTier, device_available, disk_free, host_available
+from overspill.units.layout import Layout, lay_out
+from overspill.units.states import StateProbe
+
+__all__ = ["Plan", "close", "full", "grad", "plan", "prepare", "settle", "state", "trace"]
+
+log = logging.getLogger("overspill")
+
+Model = TypeVar("Model", bound=nn.Module)
+
+DTYPES = {"fp32": torch.float32}
+AUTO_SHARE = {"cuda": (0.92, 0.8), "cpu": (0.4, 0.4)}
+"""What "auto" takes of the device and of the host; without a GPU both are the same memory."""
+
+_BY_ITSELF = "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD"
+SEPARABLE = {getattr(torch.optim, name) for name in _BY_ITSELF.split() if hasattr(torch.optim, name)}
+"""torch's optimizers that treat every parameter by itself."""
+
+_engines: "weakref.WeakKeyDictionary[nn.Module, tuple[Engine, SpilledOptimizer]]" = weakref.WeakKeyDictionary()
+
+
+def prepare(
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    *,
+    gpu: Size = "auto",
+    host: Size = "auto",
+    nvme: NvmeOption = None,
+    precision: str = "fp32",
+    states: str = "exact",
+    update: str = "lazy",
+    zero: str | int = "auto",
+    activations: str = "keep",
+    micro_batches: int = 1,
+    kernels: str = "auto",
+    separable: bool | None = None,
+    place: Plan | Mapping[str, str] | None = None,
+    weights: Any = None,
+    mesh: Any = None,
+    **unknown: Any,
+) -> tuple[Model, SpilledOptimizer]:
+    """Place a model's weights, gradients and optimizer states on GPU, host and disk, and train it from there.
+
+    The model comes back as the same object; the optimizer as a torch optimizer that shares the given one's groups.
+    Every keyword has a default that looks at the machine; docs/design.md has the table.
+    """
+    given = {k: v for k, v in locals().items() if k not in ("model", "optimizer", "unknown")}
+    chosen = options({**given, **unknown})
+    _check_trainable(model, optimizer, chosen)
+    for name, p in model.named_parameters():
+        if p.device.type == "meta":
+            raise ModelError(
+                f"expected a model with values, found {name!r} on the meta device; build it on a real device"
+            )
+    device = _compute_device(model)
+    laid_out, made = _plan(model, optimizer, chosen, device)
+    log.info("%s", made)
+    engine = _build(model, optimizer, (laid_out, made), (chosen, device))
+    prepared = SpilledOptimizer(optimizer, engine, lambda: _report(engine, made))
+    _engines[model] = (engine, prepared)
+    model.no_sync = MethodType(_no_sync, model)  # type: ignore[assignment]
+    return model, prepared
+
+
+def plan(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    machine: Mapping[str, int] | None = None,
+    world: int = 1,
+    **keywords: Any,
+) -> Plan:
+    """What `prepare` with the same keywords would do. Allocates nothing and needs no GPU.
+
+    `machine` stands in for this one: {"device": bytes, "host": bytes}; the "auto" budgets are shares of it.
+    """
+    if world != 1:
+        raise OptionError(f"expected world=1, found {world!r}; several processes are not in this version yet")
+    chosen = options(keywords)
+    _check_trainable(model, optimizer, chosen)
+    return _plan(model, optimizer, chosen, _compute_device(model), machine)[1]
+
+
+def full(model: nn.Module) -> AbstractContextManager[None]:
+    """A context in which all weights are on the device, current, and may be changed."""
+    return _engine(model).full()
+
+
+def grad(p: Tensor) -> Tensor | None:
+    """A copy of a parameter's gradient, as plain torch would have it in `p.grad`; None if there is none."""
+    _engine_of(p)
+    held = p.grad
+    return held.clone() if isinstance(held, Tensor) else None
+
+
+def state(p: Tensor) -> dict[str, Any]:
+    """Copies of what the optimizer keeps for a parameter, as of the last step."""
+    return read_state(_engine_of(p), p)
+
+
+def settle(model: nn.Module) -> None:
+    """Finish pending updates and wait until every byte is home."""
+    _engine(model).settle()
+
+
+def close(model: Model) -> Model:
+    """Give a plain model back, and the optimizer that was given to `prepare` its states."""
+    engine = _engine(model)
+    _engines[model][1].revive()
+    engine.close()
+    del model.__dict__["no_sync"]
+    return model
+
+
+@contextmanager
+def trace(model: nn.Module, path: str | PathLike[str]) -> Iterator[None]:
+    """Record what every lane does inside the context, as a trace for Perfetto or chrome://tracing."""
+    engine = _engine(model)
+    engine.parts.recorder.on = True
+    try:
+        yield
+    finally:
+        engine.parts.recorder.on = False
+        engine.executor.finish()
+        engine.parts.recorder.write(Path(path))
+
+
+def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """As in DistributedDataParallel; with one process there is nothing to hold back."""
+    return nullcontext()
+
+
+def _engine(model: nn.Module) -> Engine:
+    if not isinstance(model, nn.Module) or model not in _engines:
+        raise StateError(
+            f"expected a model that overspill.prepare returned, found {type(model).__name__} that was not prepared; "
+            "call overspill.prepare(model, optimizer, ...) first"
+        )
+    engine = _engines[model][0]
+    engine.check_open()
+    return engine
+
+
+def _engine_of(p: Tensor) -> Engine:
+    keeper = keeper_of(p) if isinstance(p, Tensor) else None
+    for engine, _ in _engines.values():
+        if engine.residency is keeper:
+            return engine
+    raise StateError("expected a parameter of a prepared model, found another tensor; pass one of model.parameters()")
+
+
+def _compute_device(model: nn.Module) -> torch.device:
+    """Where the model is, if that is a GPU; else the GPU, if there is one; else plain memory."""
+    for p in model.parameters():
+        if p.device.type == "cuda":
+            return p.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Options) -> None:
+    """Refuse what cannot be trained unit by unit, before anything is touched."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"expected a torch.nn.Module, found {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, SpilledOptimizer):
+        raise ModelError(f"expected a torch.optim.Optimizer of your own, found {type(optimizer).__name__}")
+    names = {id(p): name for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        if keeper_of(p) is not None:
+            raise StateError(
+                f"expected a model that is not prepared, found {name!r} in a prepared one; close that first"
+            )
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if id(p) not in names:
+                raise ModelError(
+                    f"expected every parameter of the optimizer to belong to the model, found parameter {i} of group "
+                    f"{g}, of shape {tuple(p.shape)}, which does not; build the optimizer from model.parameters()"
+                )
+    kind = type(optimizer)
+    if kind not in SEPARABLE and not chosen.separable:
+        raise ModelError(_not_separable(kind))
+
+
+def _not_separable(kind: type[torch.optim.Optimizer]) -> str:
+    if kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        reason = "couples all parameters" if kind is torch.optim.LBFGS else "needs sparse gradients"
+        return (
+            f"expected an optimizer that runs parameter by parameter, found {kind.__name__}, which {reason}; use AdamW"
+        )
+    return (
+        f"expected one of torch's own separable optimizers, found {kind.__module__}.{kind.__name__}; if its step "
+        "treats every parameter by itself and keeps nothing across parameters, say prepare(..., separable=True)"
+    )
+
+
+def _plan(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    chosen: Options,
+    device: torch.device,
+    machine: Mapping[str, int] | None = None,
+) -> tuple[Layout, Plan]:
+    budget = _budget(chosen, device, machine)
+    page = page_bytes(budget.device)
+    laid_out = lay_out(model, StateProbe(optimizer).bytes_of, DTYPES[chosen.precision], page)
+    dtypes = {"weight": chosen.precision, "gradient": chosen.precision, "state": "as the optimizer makes it"}
+    if isinstance(chosen.place, Plan):
+        if chosen.place.model != laid_out.spec:
+            raise OptionError("expected place= to be a plan of this model and optimizer, found one of another")
+        return laid_out, dataclasses.replace(chosen.place, budget=budget)
+    request = Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, chosen.place)
+    if chosen.place and "nvme" in chosen.place.values() and not chosen.nvme:
+        raise OptionError('expected nvme= with place= on nvme, found none; give a path on a fast disk: nvme="/scratch"')
+    return laid_out, solve(request)
+
+
+def _budget(chosen: Options, device: torch.device, machine: Mapping[str, int] | None) -> Budget:
+    shares = dict(zip(("gpu", "host"), AUTO_SHARE[device.type], strict=True))
+    there = dict(machine) if machine else {"device": device_available(device), "host": host_available()}
+    sizes = {}
+    for name, tier in (("gpu", "device"), ("host", "host")):
+        value = getattr(chosen, name)
+        sizes[tier] = int(shares[name] * there[tier]) if value == "auto" else parse_size(name, value, there[tier])
+    room = sum(size if size is not None else int(0.95 * disk_free(path)) for path, size in parse_nvme(chosen.nvme))
+    return Budget(device=sizes["device"], host=sizes["host"], nvme=room)
+
+
+def _build(
+    model: nn.Module, optimizer: torch.optim.Optimizer, what: tuple[Layout, Plan], how: tuple[Options, torch.device]
+) -> Engine:
+    """Allocate, adopt the weights, hook up. Nothing was touched before this."""
+    (laid_out, made), (chosen, device) = what, how
+    pin = device.type == "cuda"
+    homes = {role: sum(x.nbytes for x in made.lines if x.tier == "host" and x.what == role) for role in ROLES}
+    tiers: Tiers = {"null": NullTier()}
+    if sum(homes.values()):
+        tiers["host"] = HostTier(sum(homes.values()), pin)
+    if made.peak("nvme"):
+        tiers["nvme"] = NvmeTier(parse_nvme(chosen.nvme), made.peak("nvme"), made.staging, pin)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    units, executor, grads, states, updates, recorder = build(laid_out, made.program, tiers, optimizer, device)
+    owned = Budget(*(sum(x.nbytes for x in made.lines if x.tier == t) for t in ("device", "host", "nvme")))
+    parts = Parts(
+        layout=laid_out,
+        dtype=DTYPES[chosen.precision],
+        budget=made.budget,
+        owned=dataclasses.replace(owned, device=owned.device - made.bytes_of("device", "activations")),
+        tiers=tiers,
+        units=units,
+        executor=executor,
+        grads=grads,
+        states=states,
+        updates=updates,
+        recorder=recorder,
+    )
+    return Engine(model, parts)
+
+
+def _report(engine: Engine, made: Plan) -> dict[str, Any]:
+    homes: dict[str, dict[str, int]] = {}
+    for line in made.lines:
+        homes.setdefault(line.tier, {})[line.what] = line.nbytes
+    return {"bytes": homes, "peak": made.peaks, "plan": made, **engine.measures.last}

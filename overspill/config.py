@@ -1,0 +1,137 @@
+"""The options of `prepare` and `plan`, checked before anything happens."""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from overspill.errors import OptionError, UnknownOptionError
+from overspill.specs import TierName
+
+Size = Literal["auto"] | str | int | float
+NvmeOption = None | str | PathLike[str] | Sequence[str | PathLike[str]] | Mapping[str | PathLike[str], Size]
+
+UNITS = {"": 1, "B": 1}
+UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "precision": ("fp32",),
+    "states": ("exact",),
+    "update": ("lazy",),
+    "zero": ("auto", 0),
+    "activations": ("keep",),
+    "kernels": ("auto", "torch"),
+    "separable": (None, True),
+    "weights": (None,),
+    "mesh": (None,),
+}
+"""What this version can do."""
+
+LATER: dict[str, tuple[Any, ...]] = {
+    "precision": ("bf16", "fp16"),
+    "states": ("bf16", "compact"),
+    "update": ("eager", "delayed"),
+    "zero": (1, 2, 3),
+    "activations": ("recompute", "offload", "auto"),
+}
+"""What belongs to the design and is refused until it works."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Everything the user may say. See the table in docs/design.md."""
+
+    gpu: Size = "auto"
+    host: Size = "auto"
+    nvme: NvmeOption = None
+    precision: str = "fp32"
+    states: str = "exact"
+    update: str = "lazy"
+    zero: str | int = "auto"
+    activations: str = "keep"
+    micro_batches: int = 1
+    kernels: str = "auto"
+    separable: bool | None = None
+    place: Any = None
+    weights: Any = None
+    mesh: Any = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            _check_choice(name, getattr(self, name), allowed)
+        if not isinstance(self.micro_batches, int) or isinstance(self.micro_batches, bool) or self.micro_batches < 1:
+            raise OptionError(f"expected micro_batches= to be a whole number from 1, found {self.micro_batches!r}")
+        for name in ("gpu", "host"):
+            parse_size(name, getattr(self, name), there=2**60)
+        _check_place(self.place)
+
+
+def options(given: Mapping[str, Any]) -> Options:
+    """Options from keywords; a misspelt one is named, with what was probably meant."""
+    known = set(Options.__dataclass_fields__)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}=?" if near else f"known are {', '.join(sorted(known))}"
+            raise UnknownOptionError(f"expected known options, found {name}=; {hint}")
+    return Options(**given)
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if any(value is a or (type(value) is type(a) and value == a) for a in allowed):
+        return
+    if value in LATER.get(name, ()) or (name in ("weights", "mesh") and value is not None):
+        raise OptionError(f"expected {name}= to be one of {allowed}, found {value!r}, which is not there yet")
+    raise OptionError(f"expected {name}= to be one of {allowed}, found {value!r}")
+
+
+def _check_place(place: Any) -> None:
+    if not isinstance(place, Mapping):
+        return
+    tiers = get_args(TierName)
+    for role, tier in place.items():
+        if role not in ("weight", "grad", "state") or tier not in tiers:
+            raise OptionError(
+                f"expected place= to map 'weight', 'grad' and 'state' to one of {tiers}, found {role!r}: {tier!r}"
+            )
+
+
+def parse_size(name: str, value: Size, there: int) -> int:
+    """Bytes: from a number, a text such as "24GiB", or a fraction of what is there; "auto" is not for this function."""
+    if value == "auto":
+        return there
+    if isinstance(value, bool):
+        value = str(value)
+    if isinstance(value, float):
+        if 0 < value <= 1:
+            return int(value * there)
+        raise OptionError(
+            f"expected {name}= as a fraction between 0 and 1, bytes, or text like '24GiB', found {value!r}"
+        )
+    if isinstance(value, int):
+        if value > 0:
+            return value
+        raise OptionError(f"expected {name}= to be more than 0 bytes, found {value!r}")
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    unit = next((n for u, n in UNITS.items() if match and u.lower() == match[2].lower()), None)
+    if match is None or unit is None or float(match[1]) <= 0:
+        raise OptionError(
+            f"expected {name}= as 'auto', text like '24GiB' or '500MB', bytes, or a fraction, found {value!r}"
+        )
+    return int(float(match[1]) * unit)
+
+
+def parse_nvme(value: NvmeOption) -> list[tuple[Path, int | None]]:
+    """Paths with the bytes each may hold (None: what is free)."""
+    if value is None:
+        return []
+    if isinstance(value, str | PathLike):
+        return [(Path(fspath(value)), None)]
+    if isinstance(value, Mapping):
+        return [(Path(fspath(path)), parse_size(f"nvme[{path!r}]", size, 0) or None) for path, size in value.items()]
+    if isinstance(value, Sequence):
+        return [(Path(fspath(path)), None) for path in value]
+    raise OptionError(f"expected nvme= as a path, a list of paths, or a mapping of paths to sizes, found {value!r}")

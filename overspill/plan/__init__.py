@@ -1,0 +1,9 @@
+"""The planner: from a model's description and budgets to placements, before anything is allocated.
+
+solver.py    device first, then host, then nvme; refuses what cannot work, with the smallest budget that would
+simulate.py  folds the program over the events of a step: peak bytes and traffic, without bytes
+plan.py      the Plan: placements, limits, peaks; prints as a table, turns into JSON
+
+Runs on a laptop without torch devices. May import: program, and layer 0 (errors, specs, config, trace); never
+runtime, units or tiers.
+"""

@@ -1,0 +1,114 @@
+"""The Plan: what lives where, and what it will take at most."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from overspill.program import Program
+from overspill.specs import ROLES, TIERS, Budget, GiB, KiB, Limits, MiB, ModelSpec, Placement, TierName
+
+
+def human(nbytes: float) -> str:
+    """Bytes as people read them."""
+    for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if abs(nbytes) >= unit:
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{int(nbytes)} B"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One cause of bytes on a tier."""
+
+    tier: TierName
+    what: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Placements of all units, and the predicted peak of every tier, line by line."""
+
+    model: ModelSpec
+    placements: tuple[Placement, ...]
+    limits: Limits
+    budget: Budget
+    lines: tuple[Line, ...]
+    moved: dict[str, int]
+    """Bytes moved per step and lane."""
+    dtypes: dict[str, str]
+    page_bytes: int
+    staging: int
+    """Bytes of each of the two host buffers through which nvme is read and written."""
+
+    @property
+    def program(self) -> Program:
+        return Program(self.model, self.placements, self.limits)
+
+    def peak(self, tier: TierName) -> int:
+        return sum(line.nbytes for line in self.lines if line.tier == tier)
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        return {tier: self.peak(tier) for tier in TIERS}
+
+    def bytes_of(self, tier: TierName, role: str) -> int:
+        return sum(line.nbytes for line in self.lines if line.tier == tier and line.what == role)
+
+    def to_json(self) -> str:
+        """All of it, for the run's folder."""
+        budgets = {"device": self.budget.device, "host": self.budget.host, "nvme": self.budget.nvme}
+        units = [
+            {
+                "name": unit.name,
+                "parameters": sum(p.nbytes // p.dtype.itemsize for p in unit.params),
+                "bytes": {role: unit.role_bytes(role) for role in ROLES},
+                "home": {role: placement.of(role) for role in ROLES},
+            }
+            for unit, placement in zip(self.model.units, self.placements, strict=True)
+        ]
+        body: dict[str, Any] = {
+            "parameters": self.model.parameters,
+            "dtypes": self.dtypes,
+            "budget": budgets,
+            "peak": self.peaks,
+            "lines": [dataclasses.asdict(line) for line in self.lines],
+            "limits": dataclasses.asdict(self.limits),
+            "page_bytes": self.page_bytes,
+            "moved_per_step": self.moved,
+            "units": units,
+        }
+        return json.dumps(body, indent=2)
+
+    def __str__(self) -> str:
+        rows = [("what", *TIERS)]
+        for what in dict.fromkeys(line.what for line in self.lines):
+            sizes = [sum(x.nbytes for x in self.lines if x.what == what and x.tier == tier) for tier in TIERS]
+            rows.append((what, *(human(n) if n else "-" for n in sizes)))
+        rows.append(("peak", *(human(self.peak(tier)) for tier in TIERS)))
+        limits = {"device": self.budget.device, "host": self.budget.host, "nvme": self.budget.nvme}
+        rows.append(("budget", *(human(limits[tier]) if limits[tier] else "-" for tier in TIERS)))
+        width = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        text = ["  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip() for row in rows]
+        text.insert(1, "-" * max(map(len, text)))
+        text.insert(-2, "-" * max(map(len, text)))
+        return "\n".join([self._heading(), *text, *self._notes()])
+
+    def _heading(self) -> str:
+        count = len(self.model.units)
+        return f"overspill: {self.model.parameters:,} parameters in {count} units ({', '.join(self._dtype_words())})"
+
+    def _dtype_words(self) -> list[str]:
+        return [f"{role} {dtype}" for role, dtype in self.dtypes.items()]
+
+    def _notes(self) -> list[str]:
+        homes: dict[Placement, list[str]] = {}
+        for unit, placement in zip(self.model.units, self.placements, strict=True):
+            homes.setdefault(placement, []).append(unit.name)
+        notes = []
+        for placement, names in homes.items():
+            shown = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} units)"
+            notes.append(f"{shown}: weights {placement.weight}, gradients {placement.grad}, states {placement.state}")
+        moved = ", ".join(f"{lane} {human(n)}" for lane, n in self.moved.items() if n)
+        return [*notes, f"moved per step: {moved or 'nothing'}"]

@@ -1,0 +1,72 @@
+"""Folds the program over the events of training steps and counts bytes, without moving any."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from overspill.program import Event, Grad, Kind, Lane, Need, Op, Program, Settle, Step, react, start
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What a step takes, beyond what lives on the device: peak bytes, and bytes moved per lane."""
+
+    window: int
+    staged: int
+    """Pages of state and gradients on the device for updates."""
+    gradients: int
+    """Gradients on their way home."""
+    moved: dict[Lane, int]
+
+
+TAKES = {Kind.FETCH: "window", Kind.STATE_FETCH: "staged", Kind.PAGE_GRADS: "staged", Kind.GRAD_FETCH: "gradients"}
+GIVES = {Kind.RELEASE: "window", Kind.GRAD_ADD: "gradients", Kind.GRAD_DROP: "gradients"}
+
+
+def step_events(program: Program, micro_batches: int = 1) -> Iterator[Event]:
+    """One training step as it is predicted: forward, mirrored backward with its gradients, step."""
+    order = range(len(program.model.units))
+    for batch in range(micro_batches):
+        for unit in order:
+            yield Need((unit,))
+        for unit in reversed(order):
+            yield Need((unit,))
+            for index, p in enumerate(program.model.units[unit].params):
+                if p.trainable:
+                    yield Grad(unit, index, first=batch == 0)
+    due = (u for u in order if any(p.trainable for p in program.model.units[u].params))
+    yield Step(frozenset(due))
+
+
+def simulate(program: Program, steps: int = 2, micro_batches: int = 1) -> Simulated:
+    """Peaks over `steps` steps and the settling after them; traffic of the last step."""
+    now: Counter[str] = Counter()
+    peak: Counter[str] = Counter()
+    pages: dict[tuple[int, int], int] = {}
+    moved: Counter[Lane] = Counter()
+    state = start(program)
+    for step in range(steps + 1):
+        moved = Counter() if step < steps else moved
+        for event in step_events(program, micro_batches) if step < steps else (Settle(),):
+            if isinstance(event, Grad) and program.placements[event.unit].grad != "device":
+                now["gradients"] += program.model.units[event.unit].params[event.param].grad_bytes
+                peak["gradients"] = max(peak["gradients"], now["gradients"])
+            state, ops = react(program, state, event)
+            for op in ops:
+                _count(op, now, pages, moved)
+                for what, nbytes in now.items():
+                    peak[what] = max(peak[what], nbytes)
+    return Simulated(peak["window"], peak["staged"], peak["gradients"], dict(moved))
+
+
+def _count(op: Op, now: Counter[str], pages: dict[tuple[int, int], int], moved: Counter[Lane]) -> None:
+    if op.lane != Lane.COMPUTE:
+        moved[op.lane] += op.nbytes
+    if op.kind in TAKES:
+        now[TAKES[op.kind]] += op.nbytes
+    if op.kind in (Kind.STATE_FETCH, Kind.PAGE_GRADS):
+        pages[op.unit, op.item] = pages.get((op.unit, op.item), 0) + op.nbytes
+    if op.kind in GIVES:
+        now[GIVES[op.kind]] -= op.nbytes
+    if op.kind == Kind.PAGE_DROP:
+        now["staged"] -= pages.pop((op.unit, op.item), 0)

@@ -1,0 +1,49 @@
+"""Host copies of parameters for state dicts: torch's own `state_dict` reads a closed parameter and gets one."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from overspill.runtime.parts import Parts
+
+
+class Bringer(Protocol):
+    def place_of(self, p: Tensor) -> tuple[int, int]: ...
+    def need(self, units: tuple[int, ...]) -> None: ...
+
+
+class Copies:
+    """Knows when a state dict is being made. A tied parameter is copied once per state dict, so it stays tied."""
+
+    def __init__(self, bringer: Bringer, parts: Parts) -> None:
+        self._bringer = bringer
+        self._parts = parts
+        self._modules: list[int] = []
+        self._made: dict[int, Tensor] = {}
+
+    def begin(self, module: nn.Module) -> None:
+        """A module's part of a state dict begins; the parts of its children lie inside."""
+        if id(module) in self._modules:
+            # An earlier state dict broke off with an error before it ended.
+            self._modules.clear()
+        if not self._modules:
+            self._made.clear()
+            self._parts.check_copies(sum(p.nbytes for p in module.parameters()), "state_dict")
+        self._modules.append(id(module))
+
+    def end(self, module: nn.Module) -> None:
+        if id(module) in self._modules:
+            del self._modules[self._modules.index(id(module)) :]
+        if not self._modules:
+            self._made.clear()
+
+    def of(self, p: nn.Parameter) -> Tensor | None:
+        """The parameter's copy, or None when no state dict is being made."""
+        if not self._modules:
+            return None
+        if id(p) not in self._made:
+            self._bringer.need((self._bringer.place_of(p)[0],))
+            with torch._C.DisableTorchFunctionSubclass():
+                self._made[id(p)] = p.detach().to("cpu", copy=True)
+        return self._made[id(p)]

@@ -1,0 +1,195 @@
+"""Closed and open parameters.
+
+Note [Closed parameters]: between uses a parameter is *closed*: its class is `Closed`, so that every Python use comes
+through one door. Metadata passes. Anything else first finishes the parameter's pending update and brings its bytes to
+the device, so it sees the current value; what it changes is written home. Inside a call of a module of its unit a
+parameter is *open*: an ordinary parameter for torch, without overhead; only the ways to its memory that leave no mark
+on its version (`.data`, `.numpy()`, ...) report that its bytes may have been written.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from overspill.errors import ModelError, StateError
+
+_GETTERS = """
+    shape dtype device requires_grad grad is_leaf layout ndim grad_fn is_cuda is_cpu is_meta is_sparse is_quantized
+    is_mkldnn is_nested is_mps is_xpu nbytes itemsize names output_nr retains_grad _version _backward_hooks grad_dtype
+    is_sparse_csr is_vulkan is_ipu is_maia is_mtia
+"""
+_METHODS = """
+    size dim numel nelement element_size stride is_floating_point is_complex is_contiguous is_signed get_device
+    requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ __len__ storage_offset is_inference
+    is_pinned ndimension is_shared has_names __dir__
+"""
+METADATA: set[Any] = {
+    *(getattr(Tensor, n).__get__ for n in _GETTERS.split() if hasattr(Tensor, n)),
+    *(getattr(Tensor, n) for n in _METHODS.split() if hasattr(Tensor, n)),
+    *(getattr(Tensor, n).__set__ for n in ("requires_grad", "grad", "grad_dtype") if hasattr(Tensor, n)),
+    Tensor.grad.__delete__,  # type: ignore[union-attr]
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.is_tensor,
+}
+
+
+class Keeper(Protocol):
+    """Who keeps the bytes of a parameter: the engine."""
+
+    def visit(self, params: list[nn.Parameter]) -> None:
+        """These closed parameters are used now, from outside of their modules: make them usable."""
+
+    def leave(self, params: list[nn.Parameter], graph: bool, written: bool) -> None:
+        """The use is over. `graph`: a graph may refer to them; `written`: their bytes may have changed, or may be
+        changed later through a view."""
+
+    def touched(self, p: nn.Parameter) -> None:
+        """Somebody may write to the memory of an open parameter unseen."""
+
+    def copy_of(self, p: nn.Parameter) -> Tensor | None:
+        """A host copy, if the parameter is being written to a state dict; else None."""
+
+
+HANDLE = "_overspill"
+"""The one attribute set on a user's parameter: a weak reference to its keeper."""
+
+
+def keeper_of(p: Tensor) -> Keeper | None:
+    ref = p.__dict__.get(HANDLE)
+    return ref() if ref is not None else None
+
+
+def register(p: nn.Parameter, keeper: Keeper) -> None:
+    setattr(p, HANDLE, weakref.ref(keeper))
+
+
+class Closed(nn.Parameter):
+    """A parameter between uses. See Note [Closed parameters]."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        closed = [x for x in tree_leaves((args, kwargs)) if type(x) is Closed]
+        if func is Tensor.detach and closed:
+            copy = _keeper(closed[0]).copy_of(closed[0])
+            if copy is not None:
+                return copy
+        if func is _SET_DATA:
+            func = _assign
+        return _through_the_door(func, args, kwargs, closed)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return _copied(self, memo)
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _keeper(p: Tensor) -> Keeper:
+    keeper = keeper_of(p)
+    if keeper is None:
+        raise StateError(
+            "expected a parameter of a prepared model, found one whose model is gone; keep the model, or call "
+            "overspill.close(model) before dropping it"
+        )
+    return keeper
+
+
+def _through_the_door(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], closed: list[Closed]
+) -> Any:
+    keepers = {id(k): k for k in map(_keeper, closed)}
+    mine = {key: [p for p in closed if _keeper(p) is keeper] for key, keeper in keepers.items()}
+    for key, keeper in keepers.items():
+        keeper.visit(list(mine[key]))
+    with torch._C.DisableTorchFunctionSubclass():
+        versions = [p._version for p in closed]
+        result = func(*args, **kwargs)
+        tensors = [t for t in tree_leaves(result) if isinstance(t, Tensor) and not any(t is p for p in closed)]
+        graph = any(t.requires_grad for t in tensors)
+        written = [p._version for p in closed] != versions or _may_alias(result, tensors, closed)
+    for key, keeper in keepers.items():
+        keeper.leave(list(mine[key]), graph, written)
+    return result
+
+
+def _may_alias(result: Any, tensors: list[Tensor], closed: list[Closed]) -> bool:
+    """Whether the result is a way to the parameters' memory: a view, a storage, a pointer, an array."""
+    if result is None or isinstance(result, bool | float | str | bytes) or any(result is p for p in closed):
+        return False
+    if not isinstance(result, Tensor | list | tuple):
+        return True
+    memory = {p.untyped_storage()._cdata for p in closed}
+    return any(t.layout is torch.strided and t.untyped_storage()._cdata in memory for t in tensors)
+
+
+def _assign(p: nn.Parameter, value: Tensor) -> None:
+    """`p.data = value`: the parameter keeps its place and takes the value."""
+    if not isinstance(value, Tensor) or value.shape != p.shape or value.dtype != p.dtype or value.device != p.device:
+        found = f"{value.dtype} {tuple(value.shape)} on {value.device}" if isinstance(value, Tensor) else type(value)
+        raise ModelError(
+            f"expected new data of {p.dtype} {tuple(p.shape)} on {p.device} for a prepared parameter, found {found}; "
+            "a prepared model keeps its sizes, dtypes and device: change them before prepare, or after overspill.close"
+        )
+    with torch.no_grad():
+        p.copy_(value)
+
+
+def _copied(p: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """A plain parameter with the current value; a copied model is an ordinary model."""
+    if id(p) not in memo:
+        with torch.no_grad():
+            memo[id(p)] = nn.Parameter(p.detach().clone(memory_format=torch.preserve_format), p.requires_grad)
+    copied: nn.Parameter = memo[id(p)]
+    return copied
+
+
+def _reporting(name: str) -> Any:
+    """A method of Tensor that gives a way to the memory, and says so."""
+    plain = getattr(Tensor, name)
+
+    def method(self: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+        keeper = keeper_of(self)
+        if keeper is not None:
+            keeper.touched(self)
+        return plain(self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+class Open(nn.Parameter):
+    """A parameter inside a call of its own unit's modules. See Note [Closed parameters]."""
+
+    @property
+    def data(self) -> Tensor:
+        keeper = keeper_of(self)
+        if keeper is not None:
+            keeper.touched(self)
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        keeper = keeper_of(self)
+        if keeper is not None:
+            keeper.touched(self)
+        _assign(self, value)
+
+    numpy = _reporting("numpy")
+    __array__ = _reporting("__array__")
+    __dlpack__ = _reporting("__dlpack__")
+    untyped_storage = _reporting("untyped_storage")
+    data_ptr = _reporting("data_ptr")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return _copied(self, memo)

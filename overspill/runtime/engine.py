@@ -1,0 +1,149 @@
+"""One prepared model: its parts, put together."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overspill.errors import ModelError, StateError
+from overspill.program import Begin, Settle, Step
+from overspill.runtime import hooks
+from overspill.runtime.handle import GradHandle
+from overspill.runtime.measures import Measures
+from overspill.runtime.parts import Parts
+from overspill.runtime.precision import cast_inputs
+from overspill.runtime.residency import Residency
+from overspill.runtime.updates import Due, Job, snapshot
+from overspill.runtime.watch import ShapeWatch
+
+
+class Engine:
+    """Built by `overspill.api`; users never see it."""
+
+    def __init__(self, model: nn.Module, parts: Parts) -> None:
+        self.model = model
+        self.parts = parts
+        self.executor = parts.executor
+        self.units = parts.units
+        self.closed = False
+        self.residency = Residency(model, parts)
+        self.measures = Measures(parts.executor)
+        self._watch = ShapeWatch(model)
+        self._hooks = hooks.install(model, parts.layout, hooks.Listeners(self, self.residency, self.residency.copies))
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise StateError(
+                "expected a prepared model, found a closed one; call overspill.prepare again to go on training"
+            )
+
+    # --- the hooks call these
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The root is called: look whether the model is still the same, bring the inputs."""
+        self._watch.check()
+        self.executor(Begin(self.residency.phase))
+        device, dtype = self.executor.lanes.device, self.parts.dtype
+        return cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
+
+    def arrived(self, unit: int, param: int) -> None:
+        """Autograd accumulated into `p.grad`: a new gradient becomes a generation; a handle has taken it already."""
+        p = self.units[unit].params[param]
+        gradient = p.grad
+        if gradient is not None and not isinstance(gradient, GradHandle) and not gradient.requires_grad:
+            self._take_over(p, (unit, param), gradient)
+
+    def _take_over(self, p: nn.Parameter, place: tuple[int, int], gradient: Tensor) -> GradHandle:
+        generation = self.parts.grads.take(*place, gradient.detach())
+        handle = GradHandle([generation], self.parts.grads, self.executor.lanes.device)
+        p.grad = None
+        p.grad = handle
+        return handle
+
+    # --- the optimizer and the API call these
+
+    def step(self, groups: list[dict[str, Any]]) -> None:
+        """Take the gradients that are there; every unit's update is due before its next use."""
+        self.check_open()
+        self._watch.check()
+        self.executor(Settle(tuple(sorted(self.executor.state.pending))))
+        jobs: dict[int, list[Job]] = {}
+        for group in groups:
+            hypers = snapshot(group)
+            for unit, due in self._due(group["params"]).items():
+                jobs.setdefault(unit, []).append(Job(hypers, tuple(due)))
+        if not jobs:
+            raise StateError(
+                "expected gradients at step(), found none on any parameter; call loss.backward() before "
+                "optimizer.step(), and zero_grad() after it"
+            )
+        for unit, todo in jobs.items():
+            self.parts.updates.put(unit, tuple(todo))
+        self.executor(Step(frozenset(jobs), self.residency.held()))
+        self.residency.forget()
+        self.measures.tick()
+
+    def _due(self, params: list[nn.Parameter]) -> dict[int, list[Due]]:
+        found: dict[int, list[Due]] = {}
+        for p in params:
+            gradient = p.grad
+            if gradient is None:
+                continue
+            unit, index = self.residency.place_of(p)
+            spec = self.units[unit].spec.params[index]
+            if not spec.trainable:
+                raise ModelError(
+                    f"expected no gradient for {spec.name!r}, which was frozen at prepare, found one; set "
+                    "requires_grad before prepare, so that the plan has room for its gradient and state"
+                )
+            handle = gradient if isinstance(gradient, GradHandle) else self._take_over(p, (unit, index), gradient)
+            generation = handle.generation
+            found.setdefault(unit, []).append(Due(index, generation, len(generation.todo)))
+        return found
+
+    def settle(self) -> None:
+        """Finish pending updates, bring everything home, and wait until it is there."""
+        self.check_open()
+        self.executor(Settle())
+        self.executor.finish()
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """All weights on the device, current and open; changes are written home at the end."""
+        self.settle()
+        away = sum(u.nbytes for i, u in enumerate(self.units) if self.executor.program.away(i))
+        self.parts.check_full(away)
+        try:
+            with self.residency.all_open():
+                yield
+        finally:
+            self.settle()
+
+    def close(self) -> None:
+        """Give a plain model back: weights on the devices they came from, gradients in `p.grad`."""
+        self.settle()
+        for handle in self._hooks:
+            handle.remove()
+        for index in range(len(self.units)):
+            self.residency.need((index,))
+            self._give_back(index)
+        self.executor.finish()
+        self.closed = True
+        self.executor.lanes.close()
+        for tier in self.parts.tiers.values():
+            tier.close()
+
+    def _give_back(self, index: int) -> None:
+        """Plain parameters with plain gradients, on the devices they came from."""
+        unit = self.units[index]
+        handles = [p.grad for p in unit.params]
+        for p in unit.params:
+            p.grad = None
+        self.residency.release(index)
+        unit.give_back()
+        for p, handle in zip(unit.params, handles, strict=True):
+            if handle is not None:
+                value = self.parts.grads.read(handle.generation) if isinstance(handle, GradHandle) else handle
+                p.grad = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=p.device).copy_(value)

@@ -1,0 +1,52 @@
+"""The executor: folds the program over events and hands each op to its lane. It decides nothing."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from overspill.program import Event, Key, Kind, Lane, Op, Program, react, start
+from overspill.runtime.lanes import Lanes, Tickets, Work
+
+Handler = Callable[[Op], Work]
+"""Called on the caller's thread when the op is handed out (allocations happen here); what it returns runs on the
+lane. For ops of the compute lane both happen at once, behind the op's waits."""
+
+
+class Executor:
+    """Runs one program."""
+
+    def __init__(self, program: Program, lanes: Lanes) -> None:
+        self.program = program
+        self.state = start(program)
+        self.lanes = lanes
+        self.moved: Counter[Lane] = Counter()
+        self.times: dict[Kind, float] = dict.fromkeys(Kind, 0.0)
+        self._handlers: dict[Kind, Handler] = {}
+        self._tickets = Tickets()
+
+    def handle(self, handlers: dict[Kind, Handler]) -> None:
+        self._handlers |= handlers
+
+    def __call__(self, event: Event) -> None:
+        self.state, ops = react(self.program, self.state, event)
+        for op in ops:
+            self._run(op)
+
+    def _run(self, op: Op) -> None:
+        waits = self._tickets.of(op.waits)
+        if op.lane == Lane.COMPUTE:
+            begin = time.perf_counter()
+            self.lanes.compute(op, lambda: self._handlers[op.kind](op)(), waits)
+            self.times[op.kind] += time.perf_counter() - begin
+            return
+        self.moved[op.lane] += op.nbytes
+        self._tickets.put(op.key, self.lanes.submit(op, self._handlers[op.kind](op), waits))
+
+    def wait(self, key: Key) -> None:
+        """Make what the caller does next come after the latest op of this key."""
+        for ticket in self._tickets.of((key,)):
+            ticket.wait()
+
+    def finish(self) -> None:
+        """Block until every lane is idle."""
+        self._tickets.finish()

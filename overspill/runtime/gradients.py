@@ -1,0 +1,210 @@
+"""Gradients: generations of bytes, in their homes.
+
+Note [Generations]: `step()` takes a *generation* of a parameter's gradient, and its update may run much later. What
+the user does to `p.grad` meanwhile (zero it, drop it, scale it) must not reach that update. So `p.grad` is a light
+handle (handle.py) on a generation; changes in place are written down in `todo` and applied when the bytes are on the
+device, in order, exactly as torch would have applied them; `step()` remembers how many of them were written down.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from overspill.errors import ModelError
+from overspill.program import Grad, Key, Kind, Op
+from overspill.runtime.executor import Executor, Handler
+from overspill.runtime.lanes import Work
+from overspill.specs import ParamSpec, TierName
+from overspill.tiers import Slot, Tier
+from overspill.units.unit import Unit
+
+log = logging.getLogger("overspill")
+
+Change = Callable[[Tensor], object]
+
+
+class Generation:
+    """One gradient of one parameter. Its bytes are in `value`, or in the parameter's slot, or (`zero`) nowhere."""
+
+    def __init__(self, unit: int, param: int, spec: ParamSpec, value: Tensor | None) -> None:
+        self.unit = unit
+        self.param = param
+        self.spec = spec
+        self.value = value
+        self.zero = value is None
+        self.todo: list[Change] = []
+        self.norms: dict[float, Tensor] = {}
+
+    def change(self, change: Change) -> None:
+        self.todo.append(change)
+        self.norms.clear()
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty_strided(self.spec.shape, self.spec.stride, dtype=self.spec.dtype, device=device)
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """A dense tensor's memory as flat uint8, in memory order."""
+    return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
+
+
+def _add_to(generation: Generation, value: Tensor) -> None:
+    total = generation.value
+    assert total is not None, f"the gradient of {generation.spec.name} is not on the device"
+    for change in generation.todo:
+        change(total)
+    generation.todo.clear()
+    generation.norms.clear()
+    total.add_(value)
+
+
+def _norm_of(generation: Generation) -> Tensor:
+    assert generation.value is not None, "a gradient is normed while it is on the device"
+    return torch._foreach_norm([generation.value], 2.0)[0]
+
+
+class Gradients:
+    """All gradients of one model, and the ops on them. `slots[unit][param]` is None where they live on the device."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        slots: Sequence[Sequence[Slot | None]],
+        tiers: Mapping[TierName, Tier],
+        executor: Executor,
+    ) -> None:
+        self._units = units
+        self._slots = slots
+        self._tiers = tiers
+        self._executor = executor
+        self._device = executor.lanes.device
+        self._arriving: dict[tuple[int, int], Generation] = {}
+        self._coming: dict[tuple[int, int], Tensor] = {}
+        self._owner: dict[tuple[int, int], weakref.ref[Generation]] = {}
+
+    def handlers(self) -> dict[Kind, Handler]:
+        return {
+            Kind.GRAD_FETCH: self._fetch,
+            Kind.GRAD_ADD: self._add,
+            Kind.GRAD_NORM: self._norm,
+            Kind.GRAD_STORE: self._store,
+            Kind.GRAD_DROP: self._drop,
+        }
+
+    def home(self, unit: int, param: int) -> tuple[Tier, Slot] | None:
+        slot = self._slots[unit][param]
+        return None if slot is None else (self._tiers[slot.tier], slot)  # type: ignore[index]
+
+    # --- what the hooks, the handle and the optimizer call
+
+    def take(self, unit: int, param: int, value: Tensor) -> Generation:
+        """A plain gradient becomes a generation and goes home."""
+        spec = self._units[unit].spec.params[param]
+        if value.layout is not torch.strided:
+            raise ModelError(
+                f"expected a dense gradient for {spec.name!r}, found {value.layout}; sparse gradients are not "
+                "supported: set sparse=False on the module that makes them"
+            )
+        if self.home(unit, param) is not None and value.stride() != spec.stride:
+            value = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
+        generation = Generation(unit, param, spec, value)
+        self._claim(generation)
+        self._arriving[unit, param] = generation
+        self._executor(Grad(unit, param, first=True))
+        if self.home(unit, param) is None:
+            del self._arriving[unit, param]
+        return generation
+
+    def add(self, generation: Generation, value: Tensor, alpha: float = 1) -> None:
+        """Another micro-batch contributes."""
+        unit, param = generation.unit, generation.param
+        if generation.zero:
+            generation.value, generation.zero = generation.empty(self._device).zero_(), False
+            self._claim(generation)
+        key = (unit, param)
+        self._coming[key] = value if alpha == 1 else value * alpha
+        if generation.value is not None and key not in self._arriving and self.home(unit, param) is not None:
+            # Its bytes are on the device though it lives elsewhere (it was rewritten in place): add, then send it home.
+            generation.value = generation.value.to(self._device)
+            _add_to(generation, self._coming.pop(key))
+            self._arriving[key] = generation
+            self._executor(Grad(unit, param, first=True))
+            return
+        self._arriving[key] = generation
+        self._executor(Grad(unit, param, first=False))
+
+    def read(self, generation: Generation) -> Tensor:
+        """The gradient's current value. May be its own bytes: do not write to it and do not hand it out."""
+        value = generation.value
+        if generation.zero:
+            value = generation.empty(self._device).zero_()
+        elif value is None:
+            value = self._load(generation)
+        value = value.to(self._device)
+        if not generation.todo:
+            return value
+        if value is generation.value:
+            value = generation.empty(value.device).copy_(value)
+        for change in generation.todo:
+            change(value)
+        return value
+
+    def norm(self, generation: Generation, order: float) -> Tensor:
+        """The norm as torch would compute it; cached, because for a gradient that lives elsewhere it is dear."""
+        if order not in generation.norms:
+            generation.norms[order] = torch._foreach_norm([self.read(generation)], order)[0]
+        return generation.norms[order]
+
+    # --- ops
+
+    def _fetch(self, op: Op) -> Work:
+        generation = self._arriving[op.unit, op.item]
+        home = self.home(op.unit, op.item)
+        assert home is not None, "only a gradient that lives elsewhere is fetched"
+        value = generation.empty(self._device)
+        generation.value = value
+        return lambda: home[0].load(home[1], as_bytes(value))
+
+    def _add(self, op: Op) -> Work:
+        key = (op.unit, op.item)
+        generation, value = self._arriving[key], self._coming.pop(key)
+        if self.home(*key) is None:
+            del self._arriving[key]
+        return lambda: _add_to(generation, value)
+
+    def _norm(self, op: Op) -> Work:
+        generation = self._arriving[op.unit, op.item]
+        return lambda: generation.norms.__setitem__(2.0, _norm_of(generation))
+
+    def _store(self, op: Op) -> Work:
+        value, home = self._arriving[op.unit, op.item].value, self.home(op.unit, op.item)
+        assert value is not None and home is not None, "only a gradient that is here and lives elsewhere is stored"
+        return lambda: home[0].store(home[1], as_bytes(value))
+
+    def _drop(self, op: Op) -> Work:
+        generation = self._arriving.pop((op.unit, op.item))
+        return lambda: setattr(generation, "value", None)
+
+    # --- slots
+
+    def _claim(self, generation: Generation) -> None:
+        """The slot is this generation's now. If somebody still looks at an older one, it gets bytes of its own."""
+        key = (generation.unit, generation.param)
+        if self.home(*key) is None:
+            return
+        former = self._owner[key]() if key in self._owner else None
+        if former is not None and former is not generation and not former.zero and former.value is None:
+            former.value = self._load(former).to("cpu")
+            log.info("an old gradient of %s is still referred to: kept a copy in host memory", former.spec.name)
+        self._owner[key] = weakref.ref(generation)
+
+    def _load(self, generation: Generation) -> Tensor:
+        home = self.home(generation.unit, generation.param)
+        assert home is not None, f"the gradient of {generation.spec.name} has no bytes"
+        self._executor.wait(Key(Kind.GRAD_STORE, generation.unit, generation.param))
+        value = generation.empty(self._device)
+        home[0].load(home[1], as_bytes(value))
+        return value

@@ -1,0 +1,162 @@
+"""Every hook there is.
+
+Note [Backward needs]: module backward hooks change autograd and miss outputs, and a unit's last gradient may arrive
+before its last use. So when the outermost call of a unit ends, the autograd graph is walked from its outputs back to
+its inputs, and every node that nobody claimed yet gets a pre-hook that asks for the unit. Units whose weights never
+leave the device need none of this.
+
+Hook objects are copied as do-nothing hooks, so that `copy.deepcopy(model)` gives an ordinary model.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from overspill.units.layout import Layout
+
+CLAIMED = "overspill"
+LEAF = "torch::autograd::AccumulateGrad"
+DEPTH = 4
+"""How deep to look for tensors inside objects that are no containers (caches, output classes)."""
+
+
+class Root(Protocol):
+    """Hears of calls of the whole model and of gradients: the engine."""
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    def arrived(self, unit: int, param: int) -> None: ...
+
+
+class Calls(Protocol):
+    """Hears of calls of modules and of their backward."""
+
+    def enter(self, units: tuple[int, ...]) -> None: ...
+    def exit(self, units: tuple[int, ...]) -> tuple[int, ...]: ...
+    def backward(self, units: tuple[int, ...]) -> None: ...
+
+
+class StateDicts(Protocol):
+    """Hears of state dicts being made."""
+
+    def begin(self, module: nn.Module) -> None: ...
+    def end(self, module: nn.Module) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    root: Root
+    calls: Calls
+    state_dicts: StateDicts
+
+
+class Hook:
+    """A callable that is not copied with its module."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
+        return Hook(_nothing)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def install(model: nn.Module, layout: Layout, listeners: Listeners) -> list[Any]:
+    """Hook up a model; returns the handles that remove the hooks."""
+    handles = [_on_begin(model, listeners.root)]
+    for call in layout.calls:
+        handles += _on_call(call.module, call.units, listeners.calls)
+    for module in model.modules():
+        handles += _on_state_dict(module, listeners.state_dicts)
+    for unit, params in enumerate(layout.params):
+        for index, p in enumerate(params):
+            if p.requires_grad:
+                handles.append(p.register_post_accumulate_grad_hook(_on_gradient(unit, index, listeners.root)))
+    return handles
+
+
+def _on_begin(model: nn.Module, listener: Root) -> Any:
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return listener.begin(args, kwargs)
+
+    return model.register_forward_pre_hook(Hook(begin), prepend=True, with_kwargs=True)
+
+
+def _on_call(module: nn.Module, units: tuple[int, ...], listener: Calls) -> list[Any]:
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        listener.enter(units)
+
+    def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        ended = listener.exit(units)
+        if ended and torch.is_grad_enabled():
+            claim(ended, (args, kwargs), output, listener)
+
+    return [
+        module.register_forward_pre_hook(Hook(enter), prepend=True),
+        module.register_forward_hook(Hook(leave), with_kwargs=True, always_call=True),
+    ]
+
+
+def _on_gradient(unit: int, param: int, listener: Root) -> Hook:
+    def arrived(p: Tensor) -> None:
+        listener.arrived(unit, param)
+
+    return Hook(arrived)
+
+
+def _on_state_dict(module: nn.Module, listener: StateDicts) -> list[Any]:
+    def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        listener.begin(module)
+
+    def after(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        listener.end(module)
+
+    return [module.register_state_dict_pre_hook(Hook(before)), module.register_state_dict_post_hook(Hook(after))]
+
+
+def claim(units: tuple[int, ...], inputs: Any, output: Any, listener: Calls) -> None:
+    """Ask for `units` before any node between `output` and `inputs` runs. See Note [Backward needs]."""
+
+    def need(gradients: Any) -> None:
+        listener.backward(units)
+
+    todo = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
+    seen = {id(t.grad_fn): t.grad_fn for t in tensors_in(inputs) if t.grad_fn is not None}
+    while todo:
+        node = todo.pop()
+        if id(node) in seen or node.name() == LEAF:
+            continue
+        seen[id(node)] = node
+        todo += [following for following, _ in node.next_functions if following is not None]
+        marks: dict[str, bool] = node.metadata  # type: ignore[assignment]
+        if CLAIMED not in marks:
+            marks[CLAIMED] = True
+            node.register_prehook(need)
+
+
+def tensors_in(x: Any, depth: int = DEPTH) -> Iterator[Tensor]:
+    """The tensors in an output or input: in containers, dataclasses and, a few levels deep, any object."""
+    if isinstance(x, Tensor):
+        yield x
+    elif x is None or isinstance(x, str | bytes | int | float | bool | nn.Module | type) or callable(x):
+        return
+    elif isinstance(x, Mapping):
+        for value in x.values():
+            yield from tensors_in(value, depth)
+    elif isinstance(x, list | tuple | set | frozenset):
+        for value in x:
+            yield from tensors_in(value, depth)
+    elif dataclasses.is_dataclass(x):
+        for field in dataclasses.fields(x):
+            yield from tensors_in(getattr(x, field.name, None), depth)
+    elif depth > 0 and hasattr(x, "__dict__"):
+        for value in vars(x).values():
+            yield from tensors_in(value, depth - 1)

@@ -1,0 +1,161 @@
+"""The optimizer that the user gets back: a torch optimizer over the user's own groups, whose steps run later."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overspill.errors import ModelError, OptionError, StateError
+from overspill.runtime.engine import Engine
+
+
+class StateView(Mapping[Tensor, dict[str, Any]]):
+    """`optimizer.state`: copies of what the optimizer keeps for each parameter, made when looked at."""
+
+    def __init__(self, engine: Engine, params: Callable[[], list[nn.Parameter]]) -> None:
+        self._engine = engine
+        self._params = params
+
+    def __getitem__(self, p: Tensor) -> dict[str, Any]:
+        return read_state(self._engine, p)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([p for p in self._params() if read_state(self._engine, p)])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def items(self) -> Any:
+        found = ((p, read_state(self._engine, p)) for p in self._params())
+        return [(p, state) for p, state in found if state]
+
+
+def read_state(engine: Engine, p: Tensor) -> dict[str, Any]:
+    """Copies of one parameter's optimizer state, as of the last step."""
+    engine.settle()
+    return engine.parts.states.read(*engine.residency.place_of(p))
+
+
+class SpilledOptimizer(torch.optim.Optimizer):
+    """Steps by overspill. Shares `param_groups` with the optimizer given to `prepare`, so schedulers just work."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, report: Callable[[], dict[str, Any]]) -> None:
+        # Not torch's constructor: the groups exist already and must stay the same objects.
+        kept = ("defaults", "param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        hooks = [name for name in vars(optimizer) if name.startswith("_optimizer_")]
+        for name in dict.fromkeys((*kept, *hooks)):
+            self.__dict__[name] = vars(optimizer)[name]
+        self._engine = engine
+        self._user = optimizer
+        self._report = report
+        self._patch_step_function()
+        _take_states(optimizer, engine)
+        optimizer.step = _refuse_step  # type: ignore[assignment,method-assign]
+
+    @property
+    def state(self) -> StateView:  # type: ignore[override]
+        return StateView(self._engine, self._params)
+
+    def _params(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Take the gradients; each unit is updated before its next use, exactly as this step would have."""
+        if closure is not None:
+            raise OptionError(
+                "expected step() without a closure, found one; evaluate the loss in the loop: updates that are due "
+                "later cannot call back"
+            )
+        self._engine.step(self.param_groups)
+        # A scheduler made before prepare watches the user's own optimizer for the order of its calls.
+        self._user._opt_called = True  # type: ignore[attr-defined]
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        """torch.nn.utils.clip_grad_norm_ over all parameters of the model, in the model's order."""
+        self._engine.check_open()
+        params = list(self._engine.model.parameters())
+        if all(p.grad is None for p in params):
+            raise StateError("expected gradients to clip, found none on any parameter; call loss.backward() first")
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ModelError(
+            "expected the parameter groups of prepare, found a new one; call overspill.close(model), add the group to "
+            "your optimizer, and call overspill.prepare again"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with tensors in host memory."""
+        self._engine.settle()
+        states = sum(u.spec.state_bytes for u in self._engine.units)
+        self._engine.parts.check_copies(states, "optimizer.state_dict")
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but the groups stay the same objects and every state goes to its home."""
+        self._engine.settle()
+        saved = state_dict["param_groups"]
+        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
+            raise ModelError(
+                f"expected groups of {[len(g['params']) for g in self.param_groups]} parameters, found "
+                f"{[len(g['params']) for g in saved]} in the loaded state dict; build the optimizer as it was saved"
+            )
+        names = [i for g in saved for i in g["params"]]
+        states = dict(zip(self._params(), (state_dict["state"].get(i, {}) for i in names), strict=True))
+        write_states(self._engine, states)
+        for group, values in zip(self.param_groups, saved, strict=True):
+            group.update({k: v for k, v in values.items() if k not in ("params", "param_names")})
+
+    def report(self) -> dict[str, Any]:
+        """Bytes per role and tier, traffic and times of the last step."""
+        self._engine.check_open()
+        return self._report()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise StateError(
+            "expected optimizer.state_dict() to be saved, found the prepared optimizer itself being copied or pickled; "
+            "it is bound to its model: save its state dict"
+        )
+
+    def revive(self) -> None:
+        """Give the user's own optimizer its states back; called when the model is closed."""
+        states = {p: read_state(self._engine, p) for p in self._params()}
+        self._user.__dict__.pop("step", None)
+        for p, state in states.items():
+            if state:
+                self._user.state[p] = state
+
+
+def _refuse_step(*args: Any, **kwargs: Any) -> None:
+    raise StateError(
+        "expected step() on the optimizer that overspill.prepare returned, found it on the one that was given to "
+        "prepare; use `model, optimizer = overspill.prepare(model, optimizer, ...)`"
+    )
+
+
+def _take_states(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+    """States that the user's optimizer has already (from a resumed run) go to their homes."""
+    if optimizer.state:
+        write_states(engine, {p: dict(state) for p, state in optimizer.state.items()})
+        optimizer.state.clear()
+
+
+def write_states(engine: Engine, states: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Replace the states of these parameters; the others of the same optimizer have none afterwards."""
+    units: dict[int, dict[int, dict[str, Any]]] = {}
+    for p, state in states.items():
+        unit, index = engine.residency.place_of(p)
+        units.setdefault(unit, {})[index] = {k: _fitted(k, v, p) for k, v in state.items()}
+    for unit, values in units.items():
+        engine.parts.states.write(unit, values)
+
+
+def _fitted(key: str, value: Any, p: nn.Parameter) -> Any:
+    """torch's rule for loaded states: on the parameter's device and of its dtype, but a step count stays as it is."""
+    if not isinstance(value, Tensor) or key == "step":
+        return value.clone() if isinstance(value, Tensor) else value
+    dtype = p.dtype if value.is_floating_point() and p.is_floating_point() else value.dtype
+    return value.detach().to(device=p.device, dtype=dtype, copy=True)

@@ -1,0 +1,107 @@
+"""The parts of one engine, built from a layout and a placement: storage first, then who works on it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from overspill.errors import BudgetError
+from overspill.program import Program
+from overspill.runtime.executor import Executor
+from overspill.runtime.gradients import Gradients
+from overspill.runtime.lanes import Lanes
+from overspill.runtime.states import States
+from overspill.runtime.updates import Updates
+from overspill.runtime.weights import Weights
+from overspill.specs import Budget, GiB, TierName
+from overspill.tiers import Slot, Tier
+from overspill.trace import Recorder
+from overspill.units.layout import Layout
+from overspill.units.unit import Unit
+
+Tiers = dict[TierName, Tier]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything that works for one engine."""
+
+    layout: Layout
+    dtype: torch.dtype
+    budget: Budget
+    owned: Budget
+    """Bytes that the plan takes on each tier; what the budget has beyond them is free for copies."""
+    tiers: Tiers
+    units: tuple[Unit, ...]
+    executor: Executor
+    grads: Gradients
+    states: States
+    updates: Updates
+    recorder: Recorder
+
+    def check_copies(self, nbytes: int, what: str) -> None:
+        """Refuse to make host copies that the host budget has no room for."""
+        room = self.budget.host - self.owned.host
+        if nbytes > room:
+            raise BudgetError(
+                f"expected room for {nbytes / GiB:.3f} GiB of copies on the host for {what}, found "
+                f"{room / GiB:.3f} GiB left of the budget; raise host= by {(nbytes - room) / GiB:.3f} GiB, "
+                "or read parameter by parameter with overspill.state(p) and inside overspill.full(model)"
+            )
+
+    def check_full(self, nbytes: int) -> None:
+        room = self.budget.device - self.owned.device
+        if nbytes > room:
+            raise BudgetError(
+                f"expected room for all weights on the device ({nbytes / GiB:.3f} GiB live elsewhere), found "
+                f"{room / GiB:.3f} GiB; raise gpu= by {(nbytes - room) / GiB:.3f} GiB"
+            )
+
+
+def build(
+    layout: Layout, program: Program, tiers: Tiers, optimizer: torch.optim.Optimizer, device: torch.device
+) -> tuple[tuple[Unit, ...], Executor, Gradients, States, Updates, Recorder]:
+    """Adopt the model's weights unit by unit and wire up the ops."""
+    recorder = Recorder()
+    executor = Executor(program, Lanes(device, recorder))
+    units = tuple(_adopt(layout, program, tiers, device))
+    grads = Gradients(units, _grad_slots(program, tiers), tiers, executor)
+    states = States([u.spec for u in units], _state_slots(program, tiers), tiers, device)
+    updates = Updates(optimizer, units, grads, states)
+    executor.handle(Weights(units, tiers).handlers())
+    executor.handle(grads.handlers())
+    executor.handle(states.handlers())
+    executor.handle(updates.handlers())
+    return units, executor, grads, states, updates, recorder
+
+
+def _adopt(layout: Layout, program: Program, tiers: Tiers, device: torch.device) -> list[Unit]:
+    """One unit after the other, so that never more than one is in two places."""
+    units = []
+    for index, spec in enumerate(program.model.units):
+        tier = tiers.get(program.placements[index].weight)
+        home = tier.reserve(spec.weight_bytes) if tier is not None else None
+        unit = Unit(spec, layout.params[index], device, home)
+        if tier is not None and home is not None:
+            tier.store(home, unit.flat)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            unit.shrink()
+        units.append(unit)
+    return units
+
+
+def _grad_slots(program: Program, tiers: Tiers) -> Sequence[Sequence[Slot | None]]:
+    slots: list[list[Slot | None]] = []
+    for spec, placement in zip(program.model.units, program.placements, strict=True):
+        tier = tiers.get(placement.grad)
+        slots.append([tier.reserve(p.grad_bytes) if tier is not None and p.trainable else None for p in spec.params])
+    return slots
+
+
+def _state_slots(program: Program, tiers: Tiers) -> Sequence[Sequence[Slot | None]]:
+    slots: list[list[Slot | None]] = []
+    for spec, placement in zip(program.model.units, program.placements, strict=True):
+        tier = tiers.get(placement.state)
+        slots.append([tier.reserve(p.state_bytes) if tier is not None and p.state_bytes else None for p in spec.pages])
+    return slots

@@ -1,0 +1,155 @@
+"""Which units are open, which may not leave, and what a use of their parameters means for the program.
+
+Note [Who is open when]: a unit is open (its parameters plain to use) while a call of one of its modules runs, and
+closed otherwise, even when its bytes are on the device: an update may be pending, and a use from elsewhere must be
+noticed. Units in a running call, and units of which somebody holds views, are *held*: they may not leave.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from overspill.errors import ModelError
+from overspill.program import Mark, Need
+from overspill.runtime.copies import Copies
+from overspill.runtime.door import HANDLE, Closed, Open, register
+from overspill.runtime.parts import Parts
+from overspill.specs import Phase
+from overspill.units.unit import Unit
+
+
+class Residency:
+    """Turns calls of modules, steps of backward and uses of parameters into needs. Keeps the parameters' doors."""
+
+    def __init__(self, model: nn.Module, parts: Parts) -> None:
+        self._model = model
+        self._executor = parts.executor
+        self._units = parts.units
+        self._places = {id(p): (u, i) for u, unit in enumerate(self._units) for i, p in enumerate(unit.params)}
+        self._depth = [0] * len(self._units)
+        self._versions: dict[int, list[int]] = {}
+        self._visited: set[int] = set()
+        self._full = False
+        self._last: tuple[int, ...] = ()
+        self.copies = Copies(self, parts)
+        for unit in self._units:
+            for p in unit.params:
+                register(p, self)
+                p.__class__ = Closed
+
+    def place_of(self, p: Tensor) -> tuple[int, int]:
+        """(unit, index) of a parameter."""
+        place = self._places.get(id(p))
+        if place is None:
+            raise ModelError(
+                f"expected a parameter of the prepared {type(self._model).__name__}, found another tensor of shape "
+                f"{tuple(p.shape)}; pass one of model.parameters()"
+            )
+        return place
+
+    @property
+    def phase(self) -> Phase:
+        return "train" if self._model.training else "eval"
+
+    def held(self) -> frozenset[int]:
+        """See Note [Who is open when]."""
+        if self._full:
+            return frozenset(range(len(self._units)))
+        self._visited = {u for u in self._visited if self._units[u].viewed}
+        return frozenset(self._visited.union(u for u, depth in enumerate(self._depth) if depth))
+
+    def need(self, units: tuple[int, ...]) -> None:
+        self._last = units
+        self._executor(Need(units, self.phase, self.held()))
+
+    def forget(self) -> None:
+        """A step was taken: the next need is a new one, whatever it asks for."""
+        self._last = ()
+
+    # --- calls of modules, and backward
+
+    def enter(self, units: tuple[int, ...]) -> None:
+        if any(self._depth[u] == 0 for u in units):
+            self.need(units)
+        for u in units:
+            if self._depth[u] == 0:
+                _set_class(self._units[u], Open)
+                if self._executor.program.away(u):
+                    self._versions[u] = [p._version for p in self._units[u].params]
+            self._depth[u] += 1
+
+    def exit(self, units: tuple[int, ...]) -> tuple[int, ...]:
+        """The units whose outermost call ends here and whose weights may leave the device."""
+        ended = []
+        for u in units:
+            self._depth[u] -= 1
+            if self._depth[u]:
+                continue
+            if not self._full:
+                _set_class(self._units[u], Closed)
+            if self._executor.program.away(u):
+                ended.append(u)
+                if self._versions.pop(u) != [p._version for p in self._units[u].params]:
+                    self._executor(Mark((u,), written=True))
+        return tuple(ended)
+
+    def backward(self, units: tuple[int, ...]) -> None:
+        if torch.is_grad_enabled():
+            # Backward of backward: the graph being built is nobody's, so keep what it uses.
+            self.need(units)
+            self._executor(Mark(units, pin=True))
+        elif units != self._last or not all(self._units[u].here for u in units):
+            self.need(units)
+
+    # --- uses of closed and open parameters (door.Keeper)
+
+    def visit(self, params: list[nn.Parameter]) -> None:
+        self.need(tuple(dict.fromkeys(self.place_of(p)[0] for p in params)))
+
+    def leave(self, params: list[nn.Parameter], graph: bool, written: bool) -> None:
+        units = tuple(dict.fromkeys(self.place_of(p)[0] for p in params))
+        self._visited.update(units)
+        if graph or written:
+            self._executor(Mark(units, pin=graph, written=written))
+
+    def touched(self, p: nn.Parameter) -> None:
+        unit, _ = self.place_of(p)
+        self._visited.add(unit)
+        self._executor(Mark((unit,), written=True))
+
+    def copy_of(self, p: nn.Parameter) -> Tensor | None:
+        return self.copies.of(p)
+
+    # --- all of them
+
+    @contextmanager
+    def all_open(self) -> Iterator[None]:
+        """Every unit on the device and open; what lives elsewhere counts as written."""
+        every = range(len(self._units))
+        self._full = True
+        try:
+            for u in every:
+                self.need((u,))
+                _set_class(self._units[u], Open)
+            yield
+        finally:
+            self._full = False
+            here = self._executor.state.here
+            self._visited.update(here)
+            self._executor(Mark(here, written=True))
+            for u in every:
+                if self._depth[u] == 0:
+                    _set_class(self._units[u], Closed)
+
+    def release(self, unit: int) -> None:
+        """The unit's parameters become plain ones again."""
+        _set_class(self._units[unit], nn.Parameter)
+        for p in self._units[unit].params:
+            delattr(p, HANDLE)
+
+
+def _set_class(unit: Unit, cls: type[nn.Parameter]) -> None:
+    for p in unit.params:
+        p.__class__ = cls

@@ -1,0 +1,29 @@
+"""Tiers: the places where bytes live when the device does not hold them.
+
+A tier hands out slots and moves raw bytes between a slot and a tensor; it knows
+nothing of parameters, units or plans. Order and events are the caller's business.
+May be imported here: `overspill.errors`, `specs`, `config`, `trace`, this folder, torch.
+
+- slot: a fixed place in a tier, given out once and never given back.
+- arena: one anonymous memory map of exact size, page-locked once if asked.
+- staging: the small page-aligned arenas through which bytes pass on their way to and from a file.
+"""
+
+from overspill.tiers.base import Slot, Tier, aligned
+from overspill.tiers.host import HostTier
+from overspill.tiers.null import NullTier
+from overspill.tiers.nvme import NvmeTier
+from overspill.tiers.probe import device_available, disk_free, host_available, resident_bytes
+
+__all__ = [
+    "HostTier",
+    "NullTier",
+    "NvmeTier",
+    "Slot",
+    "Tier",
+    "aligned",
+    "device_available",
+    "disk_free",
+    "host_available",
+    "resident_bytes",
+]

@@ -1,0 +1,84 @@
+"""Looks at the machine: how many bytes are free where. Importing it touches no device."""
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from overspill.errors import OptionError
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def host_available() -> int:
+    """Bytes of host memory that can be taken before the kernel or the cgroup would kill someone."""
+    return max(0, min(_memory_available(_PROC), *_cgroup_headrooms(_PROC, _CGROUPS)))
+
+
+def disk_free(path: str | os.PathLike[str]) -> int:
+    """Bytes an ordinary user may still write to the file system that holds `path`."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+def device_available(device: torch.device) -> int:
+    """Bytes that can be taken on `device`; on cpu, where the device is plain memory, those of the host."""
+    if device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+        return int(free)
+    if device.type == "cpu":
+        return host_available()
+    raise OptionError(f"expected a cuda or cpu device, found {str(device)!r}; move the model to one of these")
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int((_PROC / "self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def _memory_available(proc: Path) -> int:
+    for line in (proc / "meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+
+
+def _cgroup_headrooms(proc: Path, cgroups: Path) -> list[int]:
+    """What each limit above this process leaves free; never empty, because no limit reads as very much."""
+    found = [1 << 62]
+    for line in _read(proc / "self/cgroup").splitlines():
+        _number, controllers, path = line.split(":", 2)
+        if controllers == "":
+            for folder in _lineage(cgroups, path):
+                found += [_headroom(folder, limit, "memory.current", "") for limit in ("memory.max", "memory.high")]
+        elif "memory" in controllers.split(","):
+            for folder in _lineage(cgroups / "memory", path):
+                found.append(_headroom(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
+    return found
+
+
+def _lineage(root: Path, path: str) -> Iterator[Path]:
+    # In a container the path may be the host's and not exist below our root; then its existing ancestors count.
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        yield root.joinpath(*parts[:depth])
+
+
+def _headroom(folder: Path, limit_file: str, usage_file: str, prefix: str) -> int:
+    limit, usage = _read(folder / limit_file).strip(), _read(folder / usage_file).strip()
+    if not limit.isdecimal() or not usage.isdecimal():
+        return 1 << 62
+    stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
+    # The kernel drops clean page cache before it kills, so cache is headroom, as in MemAvailable.
+    cache = sum(int(stat.get(prefix + key, "0")) for key in ("inactive_file", "active_file"))
+    return int(limit) - int(usage) + cache
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,9 @@
+"""Units: a model cut into parameters that move together, and the device storage of each.
+
+layout.py   finds the units of a model and describes them as a ModelSpec
+states.py   foretells what an optimizer will keep for each parameter
+unit.py     one unit's flat device storage, of which the user's parameters are views
+
+A *block* is a member of a ModuleList or Sequential; what is not in a block is *left over* and grouped between
+the blocks. May import: tiers, comm, and layer 0 (errors, specs, config, trace).
+"""

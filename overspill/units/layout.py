@@ -1,0 +1,188 @@
+"""Finds the units of a model.
+
+A unit is a block (a member of a ModuleList or Sequential that owns parameters), or a run of modules that are left
+between blocks. A parameter that is used in several places belongs to the first unit that has it; the others need
+that unit too.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from overspill.errors import ModelError
+from overspill.specs import MiB, ModelSpec, PageSpec, ParamSpec, UnitSpec, align, dense_stride
+
+SPLIT_SHARE = 4
+"""A block with more than 1/4 of the model's bytes is cut into its own blocks, where it has any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A module whose calls need units: what its pre-forward hook has to ask for."""
+
+    name: str
+    module: nn.Module
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A model cut into units: the data (`spec`), and the user's objects that belong to it."""
+
+    spec: ModelSpec
+    params: tuple[tuple[nn.Parameter, ...], ...]
+    """One tuple per unit, in the order of the unit's ParamSpecs."""
+    calls: tuple[Call, ...]
+
+
+@dataclass(slots=True)
+class _Group:
+    name: str
+    params: list[tuple[str, nn.Parameter]]
+    block: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_nbytes(p) for _, p in self.params)
+
+
+StateBytes = Callable[[nn.Parameter], int]
+
+
+def lay_out(model: nn.Module, state_bytes: StateBytes, dtype: torch.dtype | None, page_bytes: int = 64 * MiB) -> Layout:
+    """Cut `model` into units. `dtype`: what floating parameters will be cast to; None keeps them as they are."""
+    _refuse_overlaps(model)
+    groups = _merge_left_over(_groups(model))
+    owner = {id(p): i for i, group in enumerate(groups) for _, p in group.params}
+    if not groups:
+        raise ModelError("expected a model with parameters, found none; there is nothing to place")
+    units = tuple(_unit_spec(group, state_bytes, dtype, page_bytes) for group in groups)
+    calls = tuple(_calls(model, owner))
+    buffers = sum(b.nbytes for b in model.buffers())
+    spec = ModelSpec(units=units, together=_together(model, calls), buffer_bytes=buffers)
+    return Layout(spec=spec, params=tuple(tuple(p for _, p in g.params) for g in groups), calls=calls)
+
+
+def _nbytes(p: torch.Tensor) -> int:
+    return p.numel() * p.element_size()
+
+
+def _parameters_below(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _blocks(module: nn.Module, prefix: str, large: int) -> Iterator[tuple[str, nn.Module]]:
+    """Members of ModuleLists and Sequentials; members above `large` bytes give way to the blocks inside them."""
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or not _parameters_below(child):
+            yield from _blocks(child, path, large)
+            continue
+        inner = list(_blocks(child, path, large)) if sum(map(_nbytes, child.parameters())) > large else []
+        yield from inner if len(inner) > 1 else [(path, child)]
+
+
+def _groups(model: nn.Module) -> list[_Group]:
+    """Blocks and single left-over modules, in the model's order; every parameter in the first that has it."""
+    total = sum(_nbytes(p) for p in model.parameters())
+    blocks = {id(block): path for path, block in _blocks(model, "", total // SPLIT_SHARE)}
+    inside = {id(m) for _, block in model.named_modules() if id(block) in blocks for m in block.modules()}
+    taken: set[int] = set()
+    groups: list[_Group] = []
+    for path, module in model.named_modules():
+        is_block = id(module) in blocks
+        if not is_block and id(module) in inside:
+            continue
+        found = module.named_parameters() if is_block else module.named_parameters(recurse=False)
+        params = [(f"{path}.{n}" if path else n, p) for n, p in found if id(p) not in taken]
+        taken.update(id(p) for _, p in params)
+        if params:
+            groups.append(_Group(path or "(root)", params, is_block))
+    return groups
+
+
+def _merge_left_over(groups: list[_Group]) -> list[_Group]:
+    """Join neighbours that are no blocks, as long as the result is no larger than the largest group."""
+    largest = max((g.nbytes for g in groups), default=0)
+    merged: list[_Group] = []
+    for group in groups:
+        last = merged[-1] if merged else None
+        if last and not last.block and not group.block and last.nbytes + group.nbytes <= largest:
+            merged[-1] = _Group(last.name, [*last.params, *group.params], False)
+        else:
+            merged.append(group)
+    return merged
+
+
+def _unit_spec(group: _Group, state_bytes: StateBytes, dtype: torch.dtype | None, page_bytes: int) -> UnitSpec:
+    offset, specs = 0, []
+    for name, p in group.params:
+        kind = dtype if dtype is not None and p.is_floating_point() else p.dtype
+        stride = dense_stride(p.shape, p.stride())
+        state = state_bytes(p) if p.requires_grad else 0
+        nbytes = p.numel() * kind.itemsize
+        specs.append(ParamSpec(name, tuple(p.shape), stride, kind, offset, nbytes, p.requires_grad, state))
+        offset += align(nbytes)
+    return UnitSpec(group.name, tuple(specs), tuple(_pages(specs, page_bytes)))
+
+
+def _pages(params: list[ParamSpec], page_bytes: int) -> Iterator[PageSpec]:
+    """Runs of parameters with at most `page_bytes` of state and gradients, or one larger parameter."""
+    first = 0
+    for i in range(1, len(params) + 1):
+        run = params[first : i + 1]
+        size = sum(p.state_bytes + p.grad_bytes for p in run)
+        if i == len(params) or size > page_bytes:
+            run = params[first:i]
+            if any(p.trainable for p in run):
+                yield PageSpec(first, i, sum(p.state_bytes for p in run), sum(p.grad_bytes for p in run))
+            first = i
+
+
+def _calls(model: nn.Module, owner: dict[int, int]) -> Iterator[Call]:
+    """Every module that owns parameters, and, so that a whole block is opened once, every one whose parameters
+    below all belong to one unit."""
+    for path, module in model.named_modules():
+        own = dict.fromkeys(owner[id(p)] for p in module._parameters.values() if p is not None)
+        below = dict.fromkeys(owner[id(p)] for p in module.parameters())
+        units = tuple(own) if own else tuple(below) if len(below) == 1 else ()
+        if units:
+            yield Call(path, module, units)
+
+
+def _together(model: nn.Module, calls: tuple[Call, ...]) -> tuple[tuple[int, ...], ...]:
+    """What a call needs, with what the calls around it need: a caller may use its own parameters afterwards."""
+    needs = {id(c.module): c.units for c in calls}
+    found: dict[tuple[int, ...], None] = {}
+
+    def visit(module: nn.Module, outer: tuple[int, ...]) -> None:
+        here = tuple(sorted({*outer, *needs.get(id(module), ())}))
+        if here:
+            found[here] = None
+        for child in module.children():
+            visit(child, here)
+
+    visit(model, ())
+    return tuple(found)
+
+
+def _refuse_overlaps(model: nn.Module) -> None:
+    """Two parameters over the same bytes would each get bytes of their own and drift apart silently."""
+    spans: dict[object, list[tuple[int, int, str]]] = {}
+    for name, p in model.named_parameters():
+        if p.device.type == "meta" or p.numel() == 0:
+            continue
+        extent = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
+        begin = p.data_ptr()
+        spans.setdefault(p.device, []).append((begin, begin + extent * p.element_size(), name))
+    for found in spans.values():
+        found.sort()
+        for (_, end, name), (begin, _, other) in pairwise(found):
+            if begin < end:
+                raise ModelError(
+                    f"expected parameters with bytes of their own, found {name!r} and {other!r} over the same memory; "
+                    "tie them by assigning the same nn.Parameter object, or clone one of them before prepare"
+                )
