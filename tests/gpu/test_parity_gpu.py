@@ -1,0 +1,127 @@
+"""The same parity on cuda: every placement, delays before every kind of op, copies that take longer than compute."""
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import overspill
+from overspill.program import Kind
+from tests import small
+from tests.reference import Recipe, differing, train, weights
+
+pytestmark = pytest.mark.gpu
+
+TIERS = ("device", "host", "nvme")
+PLACES = [dict(zip(("weight", "grad", "state"), homes, strict=True)) for homes in product(TIERS, repeat=3)]
+SPREAD = [PLACES[0], PLACES[13], PLACES[26], {"weight": "host", "grad": "device", "state": "nvme"}]
+RECIPE = Recipe(clip=2.5, micro_batches=3)
+
+
+def name(place: dict[str, str]) -> str:
+    return "-".join(place.values())
+
+
+def on_gpu(batches: Iterator[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    return ({k: v.cuda() for k, v in batch.items()} for batch in batches)
+
+
+class Wide(nn.Module):
+    """Large weights, next to no arithmetic: a missing wait shows."""
+
+    def __init__(self, blocks: int = 8, width: int = 1536) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+        self.head = nn.Linear(width, small.VOCABULARY)
+        self.embedding = nn.Embedding(small.VOCABULARY, width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+def wide() -> Wide:
+    torch.manual_seed(0)
+    return Wide()
+
+
+def plain(build, recipe: Recipe):
+    model = build().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = train(model, optimizer, on_gpu(small.batches()), recipe, small.loss_of)
+    return losses, weights(model)
+
+
+def spilled(build, recipe: Recipe, delays=None, **keywords):
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = overspill.prepare(model, optimizer, precision="fp32", **keywords)
+    overspill.api._engine(model).executor.lanes.delays.update(delays or {})
+    losses = train(model, optimizer, small.batches(), recipe, small.loss_of)
+    got = weights(model)
+    overspill.close(model)
+    return losses, got
+
+
+@pytest.mark.parametrize("place", PLACES, ids=name)
+def test_every_placement(place: dict[str, str], tmp_path: Path) -> None:
+    losses, expected = plain(small.build, RECIPE)
+    got_losses, got = spilled(small.build, RECIPE, place=place, nvme=tmp_path)
+    assert got_losses == losses
+    assert differing(got, expected) == []
+
+
+@pytest.mark.parametrize("place", SPREAD, ids=name)
+@pytest.mark.parametrize("kind", [*Kind, None], ids=str)
+def test_delays(kind: Kind | None, place: dict[str, str], tmp_path: Path) -> None:
+    recipe = Recipe(steps=4, clip=2.5, micro_batches=2)
+    delays = {kind: 0.003} if kind else dict.fromkeys(Kind, 0.002)
+    got = spilled(small.build, recipe, delays, place=place, nvme=tmp_path)[1]
+    assert differing(got, plain(small.build, recipe)[1]) == []
+
+
+@pytest.mark.parametrize("place", SPREAD, ids=name)
+def test_copies_that_take_longer_than_compute(place: dict[str, str], tmp_path: Path) -> None:
+    recipe = Recipe(steps=6, clip=1.0, micro_batches=2)
+    losses, expected = plain(wide, recipe)
+    got_losses, got = spilled(wide, recipe, place=place, nvme=tmp_path)
+    assert got_losses == losses
+    assert differing(got, expected) == []
+
+
+@pytest.mark.parametrize("kind", [Kind.FETCH, Kind.STORE, Kind.STATE_FETCH, Kind.STATE_STORE, Kind.GRAD_STORE, None])
+def test_copies_that_take_longer_than_compute_with_delays(kind: Kind | None, tmp_path: Path) -> None:
+    recipe = Recipe(steps=4, clip=1.0, micro_batches=2)
+    delays = {kind: 0.01} if kind else dict.fromkeys(Kind, 0.003)
+    place = {"weight": "host", "grad": "host", "state": "host"}
+    assert differing(spilled(wide, recipe, delays, place=place)[1], plain(wide, recipe)[1]) == []
+
+
+@pytest.mark.parametrize("budget", ["96MiB", "160MiB", "256MiB", "auto"])
+def test_reserved_memory_stays_within_the_plan(budget: str) -> None:
+    recipe = Recipe(steps=5, clip=1.0, micro_batches=2)
+    expected = plain(wide, recipe)[1]
+    torch.cuda.empty_cache()
+    base = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    model = wide()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = overspill.prepare(model, optimizer, precision="fp32", gpu=budget, micro_batches=2)
+    train(model, optimizer, small.batches(), recipe, small.loss_of)
+    plan = optimizer.report()["plan"]
+    peak = torch.cuda.max_memory_reserved() - base
+    assert peak <= plan.peak("device") <= plan.budget.device, f"{peak} {plan}"
+    assert differing(weights(model), expected) == []
+
+
+def test_import_starts_no_context() -> None:
+    import subprocess
+    import sys
+
+    code = "import torch, overspill; assert not torch.cuda.is_initialized()"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
