@@ -14,15 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from overspill.config import NvmeOption, Options, Size, options, parse_nvme, parse_size
-from overspill.errors import ModelError, OptionError, StateError
+from overspill.errors import BudgetError, ModelError, OptionError, StateError
 from overspill.plan.plan import Plan
-from overspill.plan.solver import Request, page_bytes, solve
+from overspill.plan.solver import Request, page_sizes, solve
 from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine
 from overspill.runtime.optimizer import SpilledOptimizer, read_state
 from overspill.runtime.parts import Parts, Tiers, build
 from overspill.specs import ROLES, Budget
-from overspill.tiers import HostTier, NullTier, NvmeTier, device_available, disk_free, host_available
+from overspill.tiers import (
+    HostTier,
+    NullTier,
+    NvmeTier,
+    device_available,
+    disk_free,
+    host_available,
+    keep_no_freed_memory,
+)
 from overspill.units.layout import Layout, lay_out
 from overspill.units.states import StateProbe
 
@@ -39,6 +47,12 @@ AUTO_SHARE = {"cuda": (0.92, 0.8), "cpu": (0.4, 0.4)}
 _BY_ITSELF = "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD"
 SEPARABLE = {getattr(torch.optim, name) for name in _BY_ITSELF.split() if hasattr(torch.optim, name)}
 """torch's optimizers that treat every parameter by itself."""
+
+COUPLED: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.LBFGS: "couples all parameters",
+    torch.optim.SparseAdam: "needs sparse gradients",
+}
+"""Those that do not, and why; separable=True does not make them so."""
 
 _engines: "weakref.WeakKeyDictionary[nn.Module, tuple[Engine, SpilledOptimizer]]" = weakref.WeakKeyDictionary()
 
@@ -201,15 +215,15 @@ def _check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen:
                     f"{g}, of shape {tuple(p.shape)}, which does not; build the optimizer from model.parameters()"
                 )
     kind = type(optimizer)
-    if kind not in SEPARABLE and not chosen.separable:
+    if kind in COUPLED or (kind not in SEPARABLE and not chosen.separable):
         raise ModelError(_not_separable(kind))
 
 
 def _not_separable(kind: type[torch.optim.Optimizer]) -> str:
-    if kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
-        reason = "couples all parameters" if kind is torch.optim.LBFGS else "needs sparse gradients"
+    if kind in COUPLED:
         return (
-            f"expected an optimizer that runs parameter by parameter, found {kind.__name__}, which {reason}; use AdamW"
+            f"expected an optimizer that runs parameter by parameter, found {kind.__name__}, which {COUPLED[kind]}; "
+            "use AdamW"
         )
     return (
         f"expected one of torch's own separable optimizers, found {kind.__module__}.{kind.__name__}; if its step "
@@ -225,17 +239,24 @@ def _plan(
     machine: Mapping[str, int] | None = None,
 ) -> tuple[Layout, Plan]:
     budget = _budget(chosen, device, machine)
-    page = page_bytes(budget.device)
-    laid_out = lay_out(model, StateProbe(optimizer).bytes_of, DTYPES[chosen.precision], page)
-    dtypes = {"weight": chosen.precision, "gradient": chosen.precision, "state": "as the optimizer makes it"}
+    probe, dtype = StateProbe(optimizer), DTYPES[chosen.precision]
     if isinstance(chosen.place, Plan):
+        laid_out = lay_out(model, probe.bytes_of, dtype, chosen.place.page_bytes)
         if chosen.place.model != laid_out.spec:
             raise OptionError("expected place= to be a plan of this model and optimizer, found one of another")
         return laid_out, dataclasses.replace(chosen.place, budget=budget)
-    request = Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, chosen.place)
     if chosen.place and "nvme" in chosen.place.values() and not chosen.nvme:
         raise OptionError('expected nvme= with place= on nvme, found none; give a path on a fast disk: nvme="/scratch"')
-    return laid_out, solve(request)
+    dtypes = {"weight": chosen.precision, "gradient": chosen.precision, "state": "as the optimizer makes it"}
+    refused: BudgetError | None = None
+    for page in page_sizes(budget.device):
+        laid_out = lay_out(model, probe.bytes_of, dtype, page)
+        try:
+            return laid_out, solve(Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, chosen.place))
+        except BudgetError as error:
+            refused = error
+    assert refused is not None, "there is at least one page size"
+    raise refused
 
 
 def _budget(chosen: Options, device: torch.device, machine: Mapping[str, int] | None) -> Budget:
@@ -255,16 +276,21 @@ def _build(
     """Allocate, adopt the weights, hook up. Nothing was touched before this."""
     (laid_out, made), (chosen, device) = what, how
     pin = device.type == "cuda"
-    homes = {role: sum(x.nbytes for x in made.lines if x.tier == "host" and x.what == role) for role in ROLES}
+    host, nvme = (sum(made.bytes_of(tier, role) for role in ROLES) for tier in ("host", "nvme"))
     tiers: Tiers = {"null": NullTier()}
-    if sum(homes.values()):
-        tiers["host"] = HostTier(sum(homes.values()), pin)
-    if made.peak("nvme"):
-        tiers["nvme"] = NvmeTier(parse_nvme(chosen.nvme), made.peak("nvme"), made.staging, pin)
+    if nvme:
+        tiers["nvme"] = NvmeTier(parse_nvme(chosen.nvme), nvme, made.staging, pin)
+    arena = None
+    if host:
+        here = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
+        arena = tiers["host"] = HostTier(host, pin, moving_in=min(here, made.bytes_of("host", "weight")))
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     units, executor, grads, states, updates, recorder = build(laid_out, made.program, tiers, optimizer, device)
-    owned = Budget(*(sum(x.nbytes for x in made.lines if x.tier == t) for t in ("device", "host", "nvme")))
+    keep_no_freed_memory(device)
+    if arena is not None:
+        arena.commit()
+    owned = Budget(**made.peaks)
     parts = Parts(
         layout=laid_out,
         dtype=DTYPES[chosen.precision],

@@ -11,6 +11,9 @@ done, costs nothing. Ops on the compute lane happen in the order of the list, so
 Note [Expected order]: `expected` is the order of needs of one step, predicted first (forward, then its mirror),
 then learned: what was seen between two steps is expected between the next two. A need that is not where the
 cursor points moves the cursor to its next place in the list, or is simply served on demand.
+
+Note [Passing bytes]: gradients on their way home and pages staged for updates are never on the device together, so
+the larger of the two is all the room that both need.
 """
 
 from dataclasses import dataclass, field, replace
@@ -242,8 +245,8 @@ def _bring(program: Program, state: State, unit: int, keep: frozenset[int], ops:
     """Fetch a unit's weights, if they are not here, making room first."""
     if not program.away(unit) or unit in state.here:
         return state
-    state = _make_room(program, state, unit, keep, ops)
     home, nbytes = program.placements[unit].weight, program.model.units[unit].weight_bytes
+    state = _make_room(program, state, nbytes, keep, ops)
     ops.append(Op(Kind.FETCH, lane_up(home), unit, nbytes=nbytes, waits=(Key(Kind.STORE, unit),)))
     return replace(state, here=(*state.here, unit))
 
@@ -252,10 +255,9 @@ def _window(program: Program, state: State) -> int:
     return sum(program.model.units[u].weight_bytes for u in state.here)
 
 
-def _make_room(program: Program, state: State, unit: int, keep: frozenset[int], ops: list[Op]) -> State:
-    """Release units, the one expected last first, until `unit` fits the window; what is kept may overfill it."""
-    size = program.model.units[unit].weight_bytes
-    while _window(program, state) + size > program.limits.window:
+def _make_room(program: Program, state: State, nbytes: int, keep: frozenset[int], ops: list[Op]) -> State:
+    """Release units, the one expected last first, until `nbytes` fit the window; what is kept may overfill it."""
+    while _window(program, state) + nbytes > program.limits.window:
         free = [u for u in state.here if u not in keep]
         if not free:
             break
@@ -321,6 +323,8 @@ def _update(program: Program, state: State, unit: int, ops: list[Op]) -> State:
 def _stage(program: Program, state: State, unit: int, page: int, ops: list[Op]) -> State:
     """Bring what a page's update needs to the device; drop the oldest staged page first, if there are too many."""
     placement, spec = program.placements[unit], program.model.units[unit].pages[page]
+    while state.leaving:
+        state = _drop_grad(program, state, ops)
     while len(state.staged) >= program.limits.depth:
         state = _drop_page(state, ops)
     if placement.state != "device" and spec.state_bytes:
@@ -346,6 +350,8 @@ def _grad(program: Program, state: State, event: Grad, ops: list[Op]) -> State:
         if not event.first:
             ops.append(Op(Kind.GRAD_ADD, Lane.COMPUTE, unit, param))
         return state
+    while state.staged:
+        state = _drop_page(state, ops)
     while state.leaving and nbytes + _flying(program, state) > program.limits.flight:
         state = _drop_grad(program, state, ops)
     if not event.first:
@@ -356,7 +362,8 @@ def _grad(program: Program, state: State, event: Grad, ops: list[Op]) -> State:
         state = replace(state, leaving=tuple(k for k in state.leaving if k != (unit, param)))
     ops.append(Op(Kind.GRAD_NORM, Lane.COMPUTE, unit, param))
     ops.append(Op(Kind.GRAD_STORE, lane_down(home), unit, param, nbytes))
-    return replace(state, leaving=(*state.leaving, (unit, param)))
+    # An older gradient of the same parameter that is still leaving was given up: nobody waits for it.
+    return replace(state, leaving=(*(k for k in state.leaving if k != (unit, param)), (unit, param)))
 
 
 def _flying(program: Program, state: State) -> int:
@@ -375,7 +382,7 @@ def _step(program: Program, state: State, event: Step, ops: list[Op]) -> State:
     while state.leaving:
         state = _drop_grad(program, state, ops)
     state = replace(_learn(state, "train"), pinned=state.pinned & event.held, pending=state.pending | event.due)
-    return state
+    return _make_room(program, state, 0, event.held, ops)
 
 
 def _settle(program: Program, state: State, event: Settle, ops: list[Op]) -> State:

@@ -44,9 +44,10 @@ def simulate(program: Program, steps: int = 2, micro_batches: int = 1) -> Simula
     peak: Counter[str] = Counter()
     pages: dict[tuple[int, int], int] = {}
     moved: Counter[Lane] = Counter()
+    last = moved
     state = start(program)
     for step in range(steps + 1):
-        moved = Counter() if step < steps else moved
+        moved, last = Counter(), moved
         for event in step_events(program, micro_batches) if step < steps else (Settle(),):
             if isinstance(event, Grad) and program.placements[event.unit].grad != "device":
                 now["gradients"] += program.model.units[event.unit].params[event.param].grad_bytes
@@ -56,7 +57,7 @@ def simulate(program: Program, steps: int = 2, micro_batches: int = 1) -> Simula
                 _count(op, now, pages, moved)
                 for what, nbytes in now.items():
                     peak[what] = max(peak[what], nbytes)
-    return Simulated(peak["window"], peak["staged"], peak["gradients"], dict(moved))
+    return Simulated(peak["window"], peak["staged"], peak["gradients"], dict(last))
 
 
 def _count(op: Op, now: Counter[str], pages: dict[tuple[int, int], int], moved: Counter[Lane]) -> None:

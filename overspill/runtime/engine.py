@@ -98,7 +98,7 @@ class Engine:
                     f"expected no gradient for {spec.name!r}, which was frozen at prepare, found one; set "
                     "requires_grad before prepare, so that the plan has room for its gradient and state"
                 )
-            handle = gradient if isinstance(gradient, GradHandle) else self._take_over(p, (unit, index), gradient)
+            handle = gradient if isinstance(gradient, GradHandle) else self._take_over(p, (unit, index), gradient.clone())
             generation = handle.generation
             found.setdefault(unit, []).append(Due(index, generation, len(generation.todo)))
         return found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from overspill.errors import ModelError
-from overspill.program import Grad, Key, Kind, Op
+from overspill.program import Grad, Key, Kind, Op, Settle
 from overspill.runtime.executor import Executor, Handler
 from overspill.runtime.lanes import Work
 from overspill.specs import ParamSpec, TierName
@@ -51,14 +51,17 @@ def as_bytes(t: Tensor) -> Tensor:
     return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
 
 
-def _add_to(generation: Generation, value: Tensor) -> None:
+def _add_to(generation: Generation, contribution: Change) -> None:
     total = generation.value
     assert total is not None, f"the gradient of {generation.spec.name} is not on the device"
     for change in generation.todo:
         change(total)
     generation.todo.clear()
     generation.norms.clear()
-    total.add_(value)
+    contribution(total)
+
+
+def _nothing() -> None: ...
 
 
 def _norm_of(generation: Generation) -> Tensor:
@@ -82,7 +85,10 @@ class Gradients:
         self._executor = executor
         self._device = executor.lanes.device
         self._arriving: dict[tuple[int, int], Generation] = {}
-        self._coming: dict[tuple[int, int], Tensor] = {}
+        """The gradient that an event speaks of, until it is sent home."""
+        self._leaving: dict[tuple[int, int], Generation] = {}
+        """Gradients that were sent home and are still on the device."""
+        self._coming: dict[tuple[int, int], Change] = {}
         self._owner: dict[tuple[int, int], weakref.ref[Generation]] = {}
 
     def handlers(self) -> dict[Kind, Handler]:
@@ -119,21 +125,28 @@ class Gradients:
         return generation
 
     def add(self, generation: Generation, value: Tensor, alpha: float = 1) -> None:
-        """Another micro-batch contributes."""
+        """Another micro-batch contributes, or the user adds something."""
         unit, param = generation.unit, generation.param
+        if unit in self._executor.state.pending:
+            # The update that is due takes the gradient as it was.
+            self._executor(Settle((unit,)))
         if generation.zero:
             generation.value, generation.zero = generation.empty(self._device).zero_(), False
             self._claim(generation)
-        key = (unit, param)
-        self._coming[key] = value if alpha == 1 else value * alpha
-        if generation.value is not None and key not in self._arriving and self.home(unit, param) is not None:
+        key, home = (unit, param), self.home(unit, param)
+
+        def contribution(total: Tensor) -> None:
+            total.add_(value, alpha=alpha)
+
+        self._arriving[key] = generation
+        if home is not None and generation.value is not None and self._leaving.get(key) is not generation:
             # Its bytes are on the device though it lives elsewhere (it was rewritten in place): add, then send it home.
             generation.value = generation.value.to(self._device)
-            _add_to(generation, self._coming.pop(key))
-            self._arriving[key] = generation
+            _add_to(generation, contribution)
+            self._claim(generation)
             self._executor(Grad(unit, param, first=True))
             return
-        self._arriving[key] = generation
+        self._coming[key] = contribution
         self._executor(Grad(unit, param, first=False))
 
     def read(self, generation: Generation) -> Tensor:
@@ -170,23 +183,24 @@ class Gradients:
 
     def _add(self, op: Op) -> Work:
         key = (op.unit, op.item)
-        generation, value = self._arriving[key], self._coming.pop(key)
+        generation, contribution = self._arriving[key], self._coming.pop(key)
         if self.home(*key) is None:
             del self._arriving[key]
-        return lambda: _add_to(generation, value)
+        return lambda: _add_to(generation, contribution)
 
     def _norm(self, op: Op) -> Work:
         generation = self._arriving[op.unit, op.item]
         return lambda: generation.norms.__setitem__(2.0, _norm_of(generation))
 
     def _store(self, op: Op) -> Work:
-        value, home = self._arriving[op.unit, op.item].value, self.home(op.unit, op.item)
+        generation, home = self._arriving.pop((op.unit, op.item)), self.home(op.unit, op.item)
+        self._leaving[op.unit, op.item], value = generation, generation.value
         assert value is not None and home is not None, "only a gradient that is here and lives elsewhere is stored"
         return lambda: home[0].store(home[1], as_bytes(value))
 
     def _drop(self, op: Op) -> Work:
-        generation = self._arriving.pop((op.unit, op.item))
-        return lambda: setattr(generation, "value", None)
+        generation = self._leaving.pop((op.unit, op.item), None)
+        return _nothing if generation is None else lambda: setattr(generation, "value", None)
 
     # --- slots
 
@@ -196,6 +210,9 @@ class Gradients:
         if self.home(*key) is None:
             return
         former = self._owner[key]() if key in self._owner else None
+        if former is not generation:
+            # An older one that is still on the device keeps the bytes it has there, for whoever looks at it.
+            self._leaving.pop(key, None)
         if former is not None and former is not generation and not former.zero and former.value is None:
             former.value = self._load(former).to("cpu")
             log.info("an old gradient of %s is still referred to: kept a copy in host memory", former.spec.name)

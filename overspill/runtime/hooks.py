@@ -1,9 +1,11 @@
 """Every hook there is.
 
 Note [Backward needs]: module backward hooks change autograd and miss outputs, and a unit's last gradient may arrive
-before its last use. So when the outermost call of a unit ends, the autograd graph is walked from its outputs back to
-its inputs, and every node that nobody claimed yet gets a pre-hook that asks for the unit. Units whose weights never
-leave the device need none of this.
+before its last use. So when the outermost call of a unit ends, the autograd graph that the call made is walked, and
+every node that nobody claimed yet gets a pre-hook that asks for the unit. Units whose weights never leave the device
+need none of this. Autograd numbers its nodes: those from the call's first number on are the call's own, wherever its
+inputs came from. Where fewer were found than were numbered, some hang on other tensors than the outputs, as an
+auxiliary loss kept on a module or keys and values in a cache: then those are looked at too.
 
 Hook objects are copied as do-nothing hooks, so that `copy.deepcopy(model)` gives an ordinary model.
 """
@@ -20,6 +22,8 @@ from overspill.units.layout import Layout
 
 CLAIMED = "overspill"
 LEAF = "torch::autograd::AccumulateGrad"
+OF_MODULES = frozenset(vars(nn.Module()))
+"""What every module has: its parameters, hooks and children."""
 DEPTH = 4
 """How deep to look for tensors inside objects that are no containers (caches, output classes)."""
 
@@ -91,13 +95,22 @@ def _on_begin(model: nn.Module, listener: Root) -> Any:
 
 
 def _on_call(module: nn.Module, units: tuple[int, ...], listener: Calls) -> list[Any]:
+    first: list[int | None] = []
+    """The number of the first node of each running call; None where the call could not begin."""
+
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        first.append(None)
         listener.enter(units)
+        first[-1] = next_node()
 
     def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        ended = listener.exit(units)
-        if ended and torch.is_grad_enabled():
-            claim(ended, (args, kwargs), output, listener)
+        begin = first.pop()
+        ended = listener.exit(units) if begin is not None else ()
+        if begin is None or not ended or not torch.is_grad_enabled():
+            return
+        made = next_node() - begin
+        if claim(ended, begin, output, listener) < made:
+            claim(ended, begin, (args, kwargs, list(_kept(module))), listener)
 
     return [
         module.register_forward_pre_hook(Hook(enter), prepend=True),
@@ -122,24 +135,40 @@ def _on_state_dict(module: nn.Module, listener: StateDicts) -> list[Any]:
     return [module.register_state_dict_pre_hook(Hook(before)), module.register_state_dict_post_hook(Hook(after))]
 
 
-def claim(units: tuple[int, ...], inputs: Any, output: Any, listener: Calls) -> None:
-    """Ask for `units` before any node between `output` and `inputs` runs. See Note [Backward needs]."""
+def next_node() -> int:
+    """The number that this thread's next autograd node will get."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def claim(units: tuple[int, ...], begin: int, tensors: Any, listener: Calls) -> int:
+    """Ask for `units` before any node behind `tensors` runs that was made since `begin`; how many there are.
+    See Note [Backward needs]."""
 
     def need(gradients: Any) -> None:
         listener.backward(units)
 
-    todo = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
-    seen = {id(t.grad_fn): t.grad_fn for t in tensors_in(inputs) if t.grad_fn is not None}
+    todo = [t.grad_fn for t in tensors_in(tensors) if t.grad_fn is not None]
+    seen: dict[int, Any] = {}
     while todo:
         node = todo.pop()
-        if id(node) in seen or node.name() == LEAF:
+        if id(node) in seen or node.name() == LEAF or node._sequence_nr() < begin:
             continue
         seen[id(node)] = node
         todo += [following for following, _ in node.next_functions if following is not None]
-        marks: dict[str, bool] = node.metadata  # type: ignore[assignment]
+        marks: dict[str, bool] = node.metadata
         if CLAIMED not in marks:
             marks[CLAIMED] = True
             node.register_prehook(need)
+    return len(seen)
+
+
+def _kept(module: nn.Module) -> Iterator[Any]:
+    """What a module and those below keep as attributes, of kinds that are or hold tensors."""
+    for each in module.modules():
+        for name, value in vars(each).items():
+            if name not in OF_MODULES and isinstance(value, Tensor | Mapping | list | tuple):
+                yield value
 
 
 def tensors_in(x: Any, depth: int = DEPTH) -> Iterator[Tensor]:

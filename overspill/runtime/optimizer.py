@@ -1,5 +1,6 @@
 """The optimizer that the user gets back: a torch optimizer over the user's own groups, whose steps run later."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -51,6 +52,8 @@ class SpilledOptimizer(torch.optim.Optimizer):
         self._report = report
         self._patch_step_function()
         _take_states(optimizer, engine)
+        # A scheduler made before prepare has put a step of its own here; it comes back with `revive`.
+        self._user_step = vars(optimizer).get("step")
         optimizer.step = _refuse_step  # type: ignore[assignment,method-assign]
 
     @property
@@ -97,7 +100,9 @@ class SpilledOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but the groups stay the same objects and every state goes to its home."""
         self._engine.settle()
-        saved = state_dict["param_groups"]
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        saved = copy.deepcopy(state_dict["param_groups"])
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
             raise ModelError(
                 f"expected groups of {[len(g['params']) for g in self.param_groups]} parameters, found "
@@ -108,6 +113,8 @@ class SpilledOptimizer(torch.optim.Optimizer):
         write_states(self._engine, states)
         for group, values in zip(self.param_groups, saved, strict=True):
             group.update({k: v for k, v in values.items() if k not in ("params", "param_names")})
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def report(self) -> dict[str, Any]:
         """Bytes per role and tier, traffic and times of the last step."""
@@ -124,6 +131,8 @@ class SpilledOptimizer(torch.optim.Optimizer):
         """Give the user's own optimizer its states back; called when the model is closed."""
         states = {p: read_state(self._engine, p) for p in self._params()}
         self._user.__dict__.pop("step", None)
+        if self._user_step is not None:
+            self._user.step = self._user_step  # type: ignore[method-assign]
         for p, state in states.items():
             if state:
                 self._user.state[p] = state
@@ -134,6 +143,10 @@ def _refuse_step(*args: Any, **kwargs: Any) -> None:
         "expected step() on the optimizer that overspill.prepare returned, found it on the one that was given to "
         "prepare; use `model, optimizer = overspill.prepare(model, optimizer, ...)`"
     )
+
+
+_refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+"""A scheduler made before prepare looks for this mark of its own, and would warn."""
 
 
 def _take_states(optimizer: torch.optim.Optimizer, engine: Engine) -> None:

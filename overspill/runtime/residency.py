@@ -2,7 +2,8 @@
 
 Note [Who is open when]: a unit is open (its parameters plain to use) while a call of one of its modules runs, and
 closed otherwise, even when its bytes are on the device: an update may be pending, and a use from elsewhere must be
-noticed. Units in a running call, and units of which somebody holds views, are *held*: they may not leave.
+noticed. Units in a running call, and units of which somebody holds views, are *held*: they may not leave. So are those
+of the backward node that is running: recomputing its saved tensors may call other units before it uses its own.
 """
 
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ class Residency:
         self._visited: set[int] = set()
         self._full = False
         self._last: tuple[int, ...] = ()
+        self._behind: tuple[int, ...] = ()
+        """What the running backward node, or the last one, asked for."""
         self.copies = Copies(self, parts)
         for unit in self._units:
             for p in unit.params:
@@ -58,15 +61,20 @@ class Residency:
         if self._full:
             return frozenset(range(len(self._units)))
         self._visited = {u for u in self._visited if self._units[u].viewed}
-        return frozenset(self._visited.union(u for u, depth in enumerate(self._depth) if depth))
+        running = self._behind if torch._C._current_graph_task_id() != -1 else ()
+        return frozenset(self._visited.union(running, (u for u, depth in enumerate(self._depth) if depth)))
 
     def need(self, units: tuple[int, ...]) -> None:
         self._last = units
         self._executor(Need(units, self.phase, self.held()))
 
     def forget(self) -> None:
-        """A step was taken: the next need is a new one, whatever it asks for."""
+        """A step was taken: the next need is a new one, whatever it asks for, and no call is running any more, not
+        even one that was interrupted from the keyboard and so never ended."""
         self._last = ()
+        for u, depth in enumerate(self._depth):
+            for _ in range(depth):
+                self.exit((u,))
 
     # --- calls of modules, and backward
 
@@ -85,7 +93,8 @@ class Residency:
         ended = []
         for u in units:
             self._depth[u] -= 1
-            if self._depth[u]:
+            if self._depth[u] != 0:
+                self._depth[u] = max(self._depth[u], 0)
                 continue
             if not self._full:
                 _set_class(self._units[u], Closed)
@@ -96,6 +105,7 @@ class Residency:
         return tuple(ended)
 
     def backward(self, units: tuple[int, ...]) -> None:
+        self._behind = units
         if torch.is_grad_enabled():
             # Backward of backward: the graph being built is nobody's, so keep what it uses.
             self.need(units)

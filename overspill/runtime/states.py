@@ -77,7 +77,10 @@ class States:
         if self.home(unit, page) is None:
             self._known[unit, param] = dict(state)
             return
-        staged = _there(self._staged.get((unit, page)))
+        nbytes = self._units[unit].pages[page].state_bytes
+        if (unit, page) not in self._staged:
+            self._staged[unit, page] = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        staged = self._staged[unit, page]
         offset, known = self._region(unit, param, page), {}
         end = offset + self._units[unit].params[param].state_bytes
         for key, value in state.items():
@@ -103,15 +106,19 @@ class States:
     def _fetch(self, op: Op) -> Work:
         home, key = self.home(op.unit, op.item), (op.unit, op.item)
         assert home is not None, "only a state that lives elsewhere is fetched"
+        if key not in self._filled:
+            # Nothing to fetch yet; the page is made when the optimizer has made its states, beside no other copy.
+            return _nothing
         page = torch.empty(op.nbytes, dtype=torch.uint8, device=self._device)
         self._staged[key] = page
-        if key not in self._filled:
-            return lambda: _zero(page)
         return lambda: home[0].load(home[1], page)
 
     def _store(self, op: Op) -> Work:
-        home, page = self.home(op.unit, op.item), self._staged[op.unit, op.item]
+        home, page = self.home(op.unit, op.item), self._staged.get((op.unit, op.item))
         assert home is not None, "only a state that lives elsewhere is stored"
+        if page is None:
+            # No parameter of the page has ever had a gradient.
+            return _nothing
         self._filled.add((op.unit, op.item))
         return lambda: home[0].store(home[1], page)
 
@@ -156,8 +163,7 @@ def _there(page: Tensor | None) -> Tensor:
     return page
 
 
-def _zero(t: Tensor) -> None:
-    t.zero_()
+def _nothing() -> None: ...
 
 
 def _too_large(name: str, state: Mapping[str, Any]) -> str:

@@ -56,6 +56,9 @@ class Updates:
     def put(self, unit: int, jobs: tuple[Job, ...]) -> None:
         assert unit not in self._pending, "an older update of the unit must be drained before the next is due"
         self._pending[unit] = jobs
+        # Weights saved for a backward are out of date from now on, and autograd shall say so, as after a plain step.
+        due = [self._units[unit].params[d.param] for job in jobs for d in job.due]
+        torch.autograd.graph.increment_version(due)
 
     def _of_page(self, op: Op) -> list[tuple[Mapping[str, Any], list[Due]]]:
         page = self._units[op.unit].spec.pages[op.item]
@@ -91,9 +94,13 @@ class Updates:
         return lambda: self._run(op)
 
     def _run(self, op: Op) -> None:
-        parts = self._of_page(op)
-        if not parts:
-            return
+        parts, unit = self._of_page(op), self._units[op.unit]
+        if op.item == len(unit.spec.pages) - 1:
+            del self._pending[op.unit]
+        if parts:
+            self._run_parts(op, parts)
+
+    def _run_parts(self, op: Op, parts: list[tuple[Mapping[str, Any], list[Due]]]) -> None:
         unit, staged = self._units[op.unit], self._staged.get((op.unit, op.item), {})
         groups, gradients = [], {}
         for hypers, due in parts:
@@ -103,8 +110,6 @@ class Updates:
         self._step(op, groups, gradients)
         for (hypers, _), group in zip(parts, groups, strict=True):
             _refuse_changed_group(type(self._runner).__name__, hypers, group)
-        if op.item == len(unit.spec.pages) - 1:
-            del self._pending[op.unit]
 
     def _gradient(self, due: Due, staged: Mapping[int, Tensor]) -> Tensor:
         """The gradient with the changes that were made before `step()`."""
@@ -163,7 +168,8 @@ def _copy(to: Tensor, source: Tensor) -> None:
 
 def _refuse_changed_group(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """An optimizer that keeps running values in its groups couples all parameters: unit by unit would be wrong."""
-    for key, value in before.items():
+    for key in (after.keys() | before.keys()) - {"params"}:
+        value = before.get(key)
         if after.get(key) is not value and not _equal(after.get(key), value):
             raise ModelError(
                 f"expected {name} to leave its group values alone during a step, found {key!r} changed from {value} to "

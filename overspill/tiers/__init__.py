@@ -10,6 +10,7 @@ May be imported here: `overspill.errors`, `specs`, `config`, `trace`, this folde
 """
 
 from overspill.tiers.base import Slot, Tier, aligned
+from overspill.tiers.device import keep_no_freed_memory
 from overspill.tiers.host import HostTier
 from overspill.tiers.null import NullTier
 from overspill.tiers.nvme import NvmeTier
@@ -25,5 +26,6 @@ __all__ = [
     "device_available",
     "disk_free",
     "host_available",
+    "keep_no_freed_memory",
     "resident_bytes",
 ]

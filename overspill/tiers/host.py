@@ -1,4 +1,4 @@
-"""Host memory: one arena of exact size, touched up front and page-locked once."""
+"""Host memory: one arena of exact size, taken before training starts and page-locked once."""
 
 import logging
 import mmap
@@ -33,11 +33,12 @@ class Arena:
     A child that shared it would make every later write here copy its page first.
     """
 
-    def __init__(self, nbytes: int, *, pin: bool, touch: bool) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = aligned(nbytes, mmap.PAGESIZE)
         self.pinned = False
         self.view = memoryview(bytearray())
         self.tensor = torch.empty(0, dtype=torch.uint8)  # uint8 [nbytes], host
+        self._locked: list[int] = []
         self._finalizer: Callable[[], object] | None = None
         if self.nbytes == 0:
             return
@@ -47,12 +48,17 @@ class Arena:
         self.view = memoryview(memory)
         with torch.inference_mode(False):
             self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
-        # Before locking, which would fault all pages in at once with no way to stop before the out-of-memory killer.
-        if touch:
-            _touch(self.tensor)
-        pointer = self.tensor.data_ptr()
-        self.pinned = pin and _pin(pointer, self.nbytes)
-        self._finalizer = weakref.finalize(self, _release, memory, pointer if self.pinned else None, os.getpid())
+        self._finalizer = weakref.finalize(self, _release, memory, self._locked, os.getpid())
+
+    def touch(self, start: int) -> None:
+        """Fault in the pages behind `start`, before locking would do so with no way to stop before the OOM killer."""
+        _touch(self.tensor[aligned(start, mmap.PAGESIZE) :])
+
+    def pin(self) -> None:
+        """Page-lock it for cuda; where that fails, one line is logged and copies are slower."""
+        if self.nbytes and not self.pinned:
+            self.pinned = _pin(self.tensor.data_ptr(), self.nbytes)
+            self._locked += [self.tensor.data_ptr()] if self.pinned else []
 
     def close(self) -> None:
         """Unlock and unmap. May be called twice."""
@@ -64,15 +70,27 @@ class Arena:
 
 
 class HostTier:
-    """Slots in one arena; copies are asynchronous on the caller's current stream when the other side is cuda."""
+    """Slots in one arena; copies are asynchronous on the caller's current stream when the other side is cuda.
 
-    def __init__(self, capacity: int, pin: bool) -> None:
+    `moving_in`: bytes that are in host memory already and are given up as they are stored here. They must not be
+    there twice, so pages are taken as they are written; `commit` takes the rest.
+    """
+
+    def __init__(self, capacity: int, pin: bool, moving_in: int = 0) -> None:
         self.name = "host"
         self.capacity = capacity
         self._used = 0
+        self._written = 0
+        self._pin = pin
         self._closed = False
-        _check_headroom(capacity, done=0, total=capacity)
-        self._arena = Arena(capacity, pin=pin, touch=True)
+        _check_headroom(capacity - moving_in, done=0, total=capacity)
+        self._arena = Arena(capacity)
+
+    def commit(self) -> None:
+        """What was moved in is in: take the rest of the memory now, and page-lock all of it once."""
+        self._arena.touch(self._written)
+        if self._pin:
+            self._arena.pin()
 
     @property
     def pinned(self) -> bool:
@@ -103,6 +121,7 @@ class HostTier:
         """Copy `src` (uint8, at most slot.nbytes) into the slot."""
         check_bytes(self.name, slot, src)
         self.tensor(slot)[: src.numel()].copy_(src, non_blocking=True)
+        self._written = max(self._written, slot.offset + slot.nbytes)
 
     def used(self) -> int:
         """The end of the last slot."""
@@ -172,13 +191,13 @@ def _forget_cuda_error() -> None:
         log.debug("the error of cudaHostRegister was cleared")
 
 
-def _release(memory: mmap.mmap, pinned: int | None, pid: int) -> None:
+def _release(memory: mmap.mmap, locked: list[int], pid: int) -> None:
     # A forked child has neither the pages nor the cuda context.
     if os.getpid() != pid:
         return
-    if pinned is not None:
+    for pointer in locked:
         torch.cuda.synchronize()
-        code = int(_cudart().cudaHostUnregister(pinned))
+        code = int(_cudart().cudaHostUnregister(pointer))
         if code != 0:
             log.warning("cudaHostUnregister gave %d", code)
     try:

@@ -42,7 +42,9 @@ class _Staging:
     def __init__(self, nbytes: int, pin: bool, direction: str) -> None:
         self.lock = threading.Lock()
         self._half = max(BLOCK, nbytes // 2 // BLOCK * BLOCK)
-        self._arena = Arena(2 * self._half, pin=pin, touch=False)
+        self._arena = Arena(2 * self._half)
+        if pin:
+            self._arena.pin()
         self._pool = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix=f"overspill-{direction}")
 
     @property

@@ -136,9 +136,20 @@ def test_host_without_capacity() -> None:
 def test_host_is_resident_then_released() -> None:
     before = probe.resident_bytes()
     tier = HostTier(256 * MIB, pin=False)
+    tier.commit()
     assert probe.resident_bytes() - before > 250 * MIB
     tier.close()
     assert probe.resident_bytes() - before < 16 * MIB
+
+
+def test_host_commit_leaves_what_moved_in() -> None:
+    tier = HostTier(4 * MIB, pin=False, moving_in=MIB)
+    slot = tier.reserve(MIB + 1)
+    tier.store(slot, noise(MIB + 1))
+    tier.reserve(2 * MIB)
+    tier.commit()
+    assert torch.equal(tier.tensor(slot), noise(MIB + 1))
+    tier.close()
 
 
 def test_host_view_survives_close() -> None:
@@ -154,13 +165,14 @@ def test_host_refuses_before_the_memory_is_gone(monkeypatch: pytest.MonkeyPatch)
     looks = iter([1 << 60, 0])
     monkeypatch.setattr("overspill.tiers.host.host_available", lambda: next(looks))
     with pytest.raises(BudgetError, match="found 0 available"):
-        HostTier(MIB, pin=False)
+        HostTier(MIB, pin=False).commit()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pinning works here")
 def test_host_goes_on_unpinned(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "overspill"):
         tier = HostTier(4096, pin=True)
+        tier.commit()
     assert not tier.pinned and len(caplog.records) == 1
     tier.close()
 

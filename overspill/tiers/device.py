@@ -1,0 +1,29 @@
+"""The device tier: memory that compute works in. On cuda it is torch's caching allocator; without a GPU, malloc."""
+
+import ctypes
+import logging
+
+import torch
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_THRESHOLD = 1 << 20
+
+log = logging.getLogger("overspill")
+
+
+def keep_no_freed_memory(device: torch.device) -> None:
+    """Without a GPU `device` is plain memory, and a budget only holds if what is freed goes back.
+
+    glibc's malloc keeps freed blocks of up to 32 MiB for itself once it has seen such sizes (it was seen to hold
+    three times what was in use). Fixed thresholds give every large block a mapping of its own; trimming gives back
+    what was freed before. Called when the model's own bytes have been taken over.
+    """
+    if device.type != "cpu":
+        return
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD)
+        libc.mallopt(_M_TRIM_THRESHOLD, _THRESHOLD)
+        libc.malloc_trim(0)
+    except (OSError, AttributeError):
+        log.info("this C library cannot trim: freed memory may count against the budget for a while")

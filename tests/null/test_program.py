@@ -1,0 +1,158 @@
+"""The program without bytes: what it asks for is always legal, whatever the training loop does."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from overspill.plan.simulate import simulate, step_events
+from overspill.program import Begin, Event, Grad, Key, Kind, Lane, Mark, Need, Op, Program, Settle, Step, react, start
+from overspill.specs import Limits, ModelSpec, PageSpec, ParamSpec, Placement, UnitSpec, align
+
+TIERS = ("device", "host", "nvme")
+
+
+def unit(name: str, elements: int, params: int = 3) -> UnitSpec:
+    nbytes = 4 * elements
+    specs = tuple(
+        ParamSpec(f"{name}.{i}", (elements,), (1,), torch.float32, i * align(nbytes), nbytes, True, 2 * align(nbytes))
+        for i in range(params)
+    )
+    pages = tuple(PageSpec(i, i + 1, 2 * align(nbytes), align(nbytes)) for i in range(params))
+    return UnitSpec(name, specs, pages)
+
+
+def program(sizes: list[int], placements: list[Placement], depth: int = 2) -> Program:
+    units = tuple(unit(f"u{i}", n) for i, n in enumerate(sizes))
+    model = ModelSpec(units, tuple((i,) for i in range(len(units))), 0)
+    largest = max(u.weight_bytes for u in units)
+    return Program(model, tuple(placements), Limits(window=largest, depth=depth, flight=largest // 3))
+
+
+def random_events(rng: random.Random, units: int, count: int) -> list[Event]:
+    """A loop that nobody would write: needs, gradients, steps and settling in any order."""
+    events: list[Event] = []
+    for _ in range(count):
+        kind = rng.randrange(8)
+        u = rng.randrange(units)
+        if kind < 4:
+            events.append(Need((u,), rng.choice(("train", "eval"))))
+            if rng.random() < 0.2:
+                events.append(Mark((u,), pin=rng.random() < 0.3, written=rng.random() < 0.5))
+        elif kind < 6:
+            events += [Need((u,)), Grad(u, rng.randrange(3), first=rng.random() < 0.5)]
+        elif kind == 6:
+            events.append(Settle(tuple(range(units))))
+            events.append(Step(frozenset(rng.sample(range(units), rng.randrange(units + 1)))))
+        else:
+            events += [Settle(), Begin(rng.choice(("train", "eval")))]
+    return events
+
+
+class Machine:
+    """Carries ops out on nothing and checks that each is possible."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.here: set[int] = set()
+        self.pages: set[tuple[int, int]] = set()
+        self.grads: set[tuple[int, int]] = set()
+        self.done: set[Key] = set()
+
+    def run(self, op: Op) -> None:
+        unit, home = op.unit, self.program.placements[op.unit]
+        if op.kind == Kind.FETCH:
+            assert home.weight != "device" and unit not in self.here
+            self.here.add(unit)
+        elif op.kind == Kind.RELEASE:
+            assert unit in self.here
+            self.here.remove(unit)
+        elif op.kind in (Kind.STORE, Kind.OPEN, Kind.UPDATE):
+            assert home.weight == "device" or unit in self.here
+        elif op.kind in (Kind.STATE_FETCH, Kind.PAGE_GRADS):
+            assert not self.grads, "pages and gradients pass together"
+            self.pages.add((unit, op.item))
+        elif op.kind == Kind.PAGE_DROP:
+            self.pages.discard((unit, op.item))
+        elif op.kind == Kind.GRAD_STORE:
+            assert not self.pages, "pages and gradients pass together"
+            self.grads.add((unit, op.item))
+        elif op.kind == Kind.GRAD_DROP:
+            self.grads.remove((unit, op.item))
+        assert len({u for u, _ in self.pages}) <= 2
+        assert len(self.pages) <= self.program.limits.depth
+        assert op.lane == Lane.COMPUTE or op.nbytes > 0
+        self.done.add(op.key)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_ops_are_legal_whatever_happens(seed: int) -> None:
+    rng = random.Random(seed)
+    count = rng.randint(1, 6)
+    placements = [Placement(*(rng.choice(TIERS) for _ in range(3))) for _ in range(count)]  # type: ignore[arg-type]
+    made = program([rng.randint(1, 5000) for _ in range(count)], placements, depth=rng.randint(1, 3))
+    machine, state = Machine(made), start(made)
+    for event in random_events(rng, count, 120):
+        before = state
+        state, ops = react(made, state, event)
+        for op in ops:
+            machine.run(op)
+        assert set(state.here) == machine.here
+        if isinstance(event, Need):
+            assert all(u in machine.here or placements[u].weight == "device" for u in event.units)
+            assert not state.pending & set(event.units), "an update is done before its unit is used"
+        if isinstance(event, Settle) and event.units is None:
+            assert not state.pending and not state.changed and not machine.pages and not machine.grads
+        window = sum(made.model.units[u].weight_bytes for u in machine.here)
+        kept = sum(made.model.units[u].weight_bytes for u in before.pinned | state.pinned if u in machine.here)
+        assert window <= made.limits.window + kept
+
+
+def test_what_changed_is_stored_before_it_is_released() -> None:
+    made = program([100, 100], [Placement("host", "host", "host")] * 2)
+    state, _ = react(made, start(made), Need((0,)))
+    state, _ = react(made, state, Mark((0,), written=True))
+    state, ops = react(made, state, Need((1,)))
+    kinds = [op.kind for op in ops if op.unit == 0]
+    assert kinds == [Kind.STORE, Kind.RELEASE]
+    release = next(op for op in ops if op.kind == Kind.RELEASE)
+    assert Key(Kind.STORE, 0) in release.waits
+
+
+def test_what_is_expected_last_leaves_first() -> None:
+    made = program([100] * 4, [Placement("host", "host", "host")] * 4)
+    made = replace(made, limits=replace(made.limits, window=3 * made.limits.window))
+    state = start(made)
+    for _ in range(2):
+        for event in step_events(made):
+            state, _ = react(made, state, event)
+    for u in (0, 1, 2, 3):
+        state, _ = react(made, state, Need((u,)))
+    assert set(state.here) == {1, 2, 3}, "backward needs 3, 2 and 1 before 0"
+
+
+def test_the_order_of_needs_is_learned() -> None:
+    made = program([100] * 3, [Placement("host", "host", "host")] * 3)
+    state = start(made)
+    for u in (2, 0, 1, 1, 0, 2):
+        state, _ = react(made, state, Need((u,)))
+    state, _ = react(made, state, Step(frozenset({0, 1, 2})))
+    assert state.expected["train"] == (2, 0, 1, 0, 2)
+
+
+def test_the_next_unit_is_fetched_ahead() -> None:
+    made = program([100] * 4, [Placement("host", "host", "host")] * 4)
+    made = replace(made, limits=replace(made.limits, window=2 * made.limits.window))
+    _, ops = react(made, start(made), Need((0,)))
+    assert [op.unit for op in ops if op.kind == Kind.FETCH] == [0, 1]
+
+
+def test_the_simulator_folds_the_same_program() -> None:
+    made = program([100, 200, 300], [Placement("host", "nvme", "host")] * 3)
+    found = simulate(made)
+    assert found.window <= made.limits.window
+    assert found.moved[Lane.READ] == sum(u.grad_bytes for u in made.model.units)
+    assert found.moved[Lane.WRITE] == sum(u.grad_bytes for u in made.model.units)
+    stored = sum(u.weight_bytes + u.state_bytes for u in made.model.units)
+    assert found.moved[Lane.DOWN] == stored

@@ -1,0 +1,85 @@
+"""Placements: device first, within budgets, refused with the smallest budget that works."""
+
+import random
+import re
+
+import pytest
+
+from overspill.errors import BudgetError
+from overspill.plan.plan import Plan
+from overspill.plan.solver import Request, page_sizes, solve
+from overspill.specs import ROLES, Budget, GiB, KiB, MiB, ModelSpec
+from tests.null.test_program import unit
+
+
+def model(sizes: list[int]) -> ModelSpec:
+    units = tuple(unit(f"u{i}", n) for i, n in enumerate(sizes))
+    return ModelSpec(units, tuple((i,) for i in range(len(units))), 64)
+
+
+def planned(spec: ModelSpec, device: int, host: int = GiB, nvme: int = 0) -> Plan:
+    return solve(Request(spec, Budget(device, host, nvme), {}, 64 * KiB))
+
+
+def smallest(spec: ModelSpec, host: int = GiB, nvme: int = 0) -> int:
+    with pytest.raises(BudgetError) as refused:
+        planned(spec, 1, host, nvme)
+    return int(re.search(r"at least .*?\((\d+) bytes\)", str(refused.value))[1])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_smallest_budget_that_is_named_works_and_less_does_not(seed: int) -> None:
+    rng = random.Random(seed)
+    spec = model([rng.randint(1, 40000) for _ in range(rng.randint(1, 8))])
+    least = smallest(spec)
+    assert planned(spec, least).peak("device") <= least
+    with pytest.raises(BudgetError, match=f"{least} bytes"):
+        planned(spec, least - 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_smallest_host_budget_that_is_named_works_and_less_does_not(seed: int) -> None:
+    rng = random.Random(seed)
+    spec = model([rng.randint(1000, 40000) for _ in range(rng.randint(1, 8))])
+    device = smallest(spec)
+    with pytest.raises(BudgetError) as refused:
+        planned(spec, device, host=1)
+    least = int(re.search(r"set host= to at least .*?\((\d+) bytes\)", str(refused.value))[1])
+    assert planned(spec, device, host=least).peak("host") <= least
+    with pytest.raises(BudgetError):
+        planned(spec, device, host=least - 1)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_peaks_are_within_budgets(seed: int) -> None:
+    rng = random.Random(seed)
+    spec = model([rng.randint(1, 40000) for _ in range(rng.randint(1, 8))])
+    device = smallest(spec) * rng.randint(1, 6)
+    plan = planned(spec, device, rng.randint(600 * KiB, 4 * MiB), GiB)
+    for tier, limit in (("device", plan.budget.device), ("host", plan.budget.host), ("nvme", plan.budget.nvme)):
+        assert plan.peak(tier) <= limit
+
+
+def test_more_device_memory_takes_weights_then_gradients_then_states() -> None:
+    spec = model([10000] * 4)
+    seen = []
+    for device in range(smallest(spec), 6 * sum(spec.role_bytes(r) for r in ROLES), 100 * KiB):
+        placements = planned(spec, device).placements
+        seen.append(tuple(sum(p.of(role) == "device" for p in placements) for role in ROLES))
+    assert seen == sorted(seen), "more memory never takes anything off the device"
+    assert seen[0] == (0, 0, 0) and seen[-1] == (4, 4, 4)
+    assert all(grads == 0 or weights == 4 for weights, grads, _ in seen)
+    assert all(states == 0 or grads == 4 for _, grads, states in seen)
+
+
+def test_what_the_host_cannot_hold_goes_to_nvme() -> None:
+    spec = model([10000] * 4)
+    plan = planned(spec, smallest(spec), host=900 * KiB, nvme=GiB)
+    homes = {p.of(role) for p in plan.placements for role in ROLES}
+    assert homes == {"host", "nvme"}
+
+
+def test_pages_get_small_with_the_budget() -> None:
+    assert next(page_sizes(100 * GiB)) == 64 * MiB
+    assert list(page_sizes(MiB)) == [64 * KiB]
+    assert list(page_sizes(GiB))[-1] == 64 * KiB
