@@ -4,24 +4,23 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from os import PathLike
 from pathlib import Path
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from overspill.config import NvmeOption, Options, Size, options, parse_nvme, parse_size
-from overspill.errors import BudgetError, ModelError, OptionError, StateError
+from overspill.errors import BudgetError, ModelError, OptionError, OverspillError, StateError, TierError
 from overspill.plan.plan import Plan
 from overspill.plan.solver import Request, page_sizes, solve
 from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine
 from overspill.runtime.optimizer import SpilledOptimizer, read_state
 from overspill.runtime.parts import Parts, Tiers, build
-from overspill.specs import ROLES, Budget
+from overspill.specs import ROLES, Budget, TierName
 from overspill.tiers import (
     HostTier,
     NullTier,
@@ -40,6 +39,7 @@ log = logging.getLogger("overspill")
 
 Model = TypeVar("Model", bound=nn.Module)
 
+HOMES: tuple[TierName, ...] = ("host", "nvme")
 DTYPES = {"fp32": torch.float32}
 AUTO_SHARE = {"cuda": (0.92, 0.8), "cpu": (0.4, 0.4)}
 """What "auto" takes of the device and of the host; without a GPU both are the same memory."""
@@ -54,7 +54,9 @@ COUPLED: dict[type[torch.optim.Optimizer], str] = {
 }
 """Those that do not, and why; separable=True does not make them so."""
 
-_engines: "weakref.WeakKeyDictionary[nn.Module, tuple[Engine, SpilledOptimizer]]" = weakref.WeakKeyDictionary()
+_prepared: "weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Engine], weakref.ref[SpilledOptimizer]]]"
+_prepared = weakref.WeakKeyDictionary()
+"""Weak on both sides, because an engine refers to its model: a model that is dropped takes its engine with it."""
 
 
 def prepare(
@@ -94,9 +96,13 @@ def prepare(
     laid_out, made = _plan(model, optimizer, chosen, device)
     log.info("%s", made)
     engine = _build(model, optimizer, (laid_out, made), (chosen, device))
-    prepared = SpilledOptimizer(optimizer, engine, lambda: _report(engine, made))
-    _engines[model] = (engine, prepared)
-    model.no_sync = MethodType(_no_sync, model)  # type: ignore[assignment]
+    try:
+        prepared = SpilledOptimizer(optimizer, engine, lambda: _report(engine, made))
+    except OverspillError:
+        engine.close()
+        raise
+    _prepared[model] = (weakref.ref(engine), weakref.ref(prepared))
+    model.no_sync = _NoSync(prepared)  # type: ignore[assignment]
     return model, prepared
 
 
@@ -143,8 +149,9 @@ def settle(model: nn.Module) -> None:
 
 def close(model: Model) -> Model:
     """Give a plain model back, and the optimizer that was given to `prepare` its states."""
-    engine = _engine(model)
-    _engines[model][1].revive()
+    engine, prepared = _engine(model), _prepared[model][1]()
+    assert prepared is not None, "the model keeps its optimizer"
+    prepared.revive()
     engine.close()
     del model.__dict__["no_sync"]
     return model
@@ -163,26 +170,38 @@ def trace(model: nn.Module, path: str | PathLike[str]) -> Iterator[None]:
         engine.parts.recorder.write(Path(path))
 
 
-def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """As in DistributedDataParallel; with one process there is nothing to hold back."""
-    return nullcontext()
+class _NoSync:
+    """`model.no_sync`, as in DistributedDataParallel; with one process there is nothing to hold back.
+
+    It also keeps the optimizer, whose states `close` gives back, as long as the model. A copied model is a plain one.
+    """
+
+    def __init__(self, prepared: SpilledOptimizer | None) -> None:
+        self._keeps = prepared
+
+    def __call__(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_NoSync":
+        return _NoSync(None)
 
 
 def _engine(model: nn.Module) -> Engine:
-    if not isinstance(model, nn.Module) or model not in _engines:
+    engine = _prepared[model][0]() if isinstance(model, nn.Module) and model in _prepared else None
+    if engine is None:
         raise StateError(
             f"expected a model that overspill.prepare returned, found {type(model).__name__} that was not prepared; "
             "call overspill.prepare(model, optimizer, ...) first"
         )
-    engine = _engines[model][0]
     engine.check_open()
     return engine
 
 
 def _engine_of(p: Tensor) -> Engine:
     keeper = keeper_of(p) if isinstance(p, Tensor) else None
-    for engine, _ in _engines.values():
-        if engine.residency is keeper:
+    for found, _ in _prepared.values():
+        engine = found()
+        if engine is not None and engine.residency is keeper:
             return engine
     raise StateError("expected a parameter of a prepared model, found another tensor; pass one of model.parameters()")
 
@@ -266,36 +285,40 @@ def _budget(chosen: Options, device: torch.device, machine: Mapping[str, int] | 
     for name, tier in (("gpu", "device"), ("host", "host")):
         value = getattr(chosen, name)
         sizes[tier] = int(shares[name] * there[tier]) if value == "auto" else parse_size(name, value, there[tier])
-    room = sum(size if size is not None else int(0.95 * disk_free(path)) for path, size in parse_nvme(chosen.nvme))
+    room = sum(size if size is not None else int(0.95 * _free(path)) for path, size in parse_nvme(chosen.nvme))
     return Budget(device=sizes["device"], host=sizes["host"], nvme=room)
+
+
+def _free(path: Path) -> int:
+    try:
+        return disk_free(path)
+    except OSError as error:
+        raise TierError(
+            f"expected a folder at nvme path {str(path)!r}, found {error.strerror!r}; make it or give another path"
+        ) from error
 
 
 def _build(
     model: nn.Module, optimizer: torch.optim.Optimizer, what: tuple[Layout, Plan], how: tuple[Options, torch.device]
 ) -> Engine:
-    """Allocate, adopt the weights, hook up. Nothing was touched before this."""
+    """Allocate, adopt the weights, hook up. The model is not touched before all storage is there."""
     (laid_out, made), (chosen, device) = what, how
-    pin = device.type == "cuda"
-    host, nvme = (sum(made.bytes_of(tier, role) for role in ROLES) for tier in ("host", "nvme"))
-    tiers: Tiers = {"null": NullTier()}
-    if nvme:
-        tiers["nvme"] = NvmeTier(parse_nvme(chosen.nvme), nvme, made.staging, pin)
-    arena = None
-    if host:
-        here = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
-        arena = tiers["host"] = HostTier(host, pin, moving_in=min(here, made.bytes_of("host", "weight")))
+    with ExitStack() as undo:
+        tiers = _tiers(model, made, parse_nvme(chosen.nvme), device.type == "cuda", undo)
+        undo.pop_all()
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     units, executor, grads, states, updates, recorder = build(laid_out, made.program, tiers, optimizer, device)
     keep_no_freed_memory(device)
-    if arena is not None:
-        arena.commit()
-    owned = Budget(**made.peaks)
+    arena = tiers.get("host")
+    if isinstance(arena, HostTier) and device.type == "cuda":
+        arena.pin()
+    activations = made.bytes_of("device", "activations")
     parts = Parts(
         layout=laid_out,
         dtype=DTYPES[chosen.precision],
         budget=made.budget,
-        owned=dataclasses.replace(owned, device=owned.device - made.bytes_of("device", "activations")),
+        owned=Budget(**{**made.peaks, "device": made.peak("device") - activations}),
         tiers=tiers,
         units=units,
         executor=executor,
@@ -305,6 +328,20 @@ def _build(
         recorder=recorder,
     )
     return Engine(model, parts)
+
+
+def _tiers(model: nn.Module, made: Plan, paths: list[tuple[Path, int | None]], pin: bool, undo: ExitStack) -> Tiers:
+    """The storage that the plan asks for; what was made is closed again if the rest cannot be."""
+    host, nvme = (sum(made.bytes_of(tier, role) for role in ROLES) for tier in HOMES)
+    tiers: Tiers = {"null": NullTier()}
+    if nvme:
+        tiers["nvme"] = NvmeTier(paths, nvme, made.staging, pin)
+        undo.callback(tiers["nvme"].close)
+    if host:
+        here = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
+        tiers["host"] = HostTier(host, moving_in=min(here, made.bytes_of("host", "weight")))
+        undo.callback(tiers["host"].close)
+    return tiers
 
 
 def _report(engine: Engine, made: Plan) -> dict[str, Any]:

@@ -66,6 +66,7 @@ class Options:
             raise OptionError(f"expected micro_batches= to be a whole number from 1, found {self.micro_batches!r}")
         for name in ("gpu", "host"):
             parse_size(name, getattr(self, name), there=2**60)
+        parse_nvme(self.nvme)
         _check_place(self.place)
 
 
@@ -89,9 +90,14 @@ def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 
 def _check_place(place: Any) -> None:
-    if not isinstance(place, Mapping):
-        return
     tiers = get_args(TierName)
+    if place is None or hasattr(place, "placements"):
+        return
+    if not isinstance(place, Mapping):
+        raise OptionError(
+            f"expected place= as a Plan or as homes like {{'weight': 'host', 'grad': 'host', 'state': 'nvme'}}, found "
+            f"{place!r}"
+        )
     for role, tier in place.items():
         if role not in ("weight", "grad", "state") or tier not in tiers:
             raise OptionError(
@@ -129,9 +135,14 @@ def parse_nvme(value: NvmeOption) -> list[tuple[Path, int | None]]:
     if value is None:
         return []
     if isinstance(value, str | PathLike):
-        return [(Path(fspath(value)), None)]
-    if isinstance(value, Mapping):
-        return [(Path(fspath(path)), parse_size(f"nvme[{path!r}]", size, 0) or None) for path, size in value.items()]
-    if isinstance(value, Sequence):
-        return [(Path(fspath(path)), None) for path in value]
-    raise OptionError(f"expected nvme= as a path, a list of paths, or a mapping of paths to sizes, found {value!r}")
+        value = [value]
+    if not isinstance(value, Mapping | Sequence) or not all(isinstance(path, str | PathLike) for path in value):
+        raise OptionError(f"expected nvme= as a path, a list of paths, or a mapping of paths to sizes, found {value!r}")
+    sizes = value if isinstance(value, Mapping) else dict.fromkeys(value, "auto")
+    return [(Path(fspath(path)), _disk_size(path, size)) for path, size in sizes.items()]
+
+
+def _disk_size(path: str | PathLike[str], size: Size) -> int | None:
+    if isinstance(size, float):
+        raise OptionError(f"expected nvme[{path!r}] as 'auto', bytes or text like '900GB', found {size!r}")
+    return None if size == "auto" else parse_size(f"nvme[{path!r}]", size, there=0)

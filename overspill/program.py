@@ -126,9 +126,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Do the pending updates of these units now and bring what changed home; None: of all units."""
+    """Do the pending updates of these units now and bring what changed home; None: of all units. `held` as in Need."""
 
     units: tuple[int, ...] | None = None
+    held: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +344,7 @@ def _drop_page(state: State, ops: list[Op]) -> State:
 
 
 def _grad(program: Program, state: State, event: Grad, ops: list[Op]) -> State:
-    """Add a contribution to what is there, norm it while it is on the device, send it home."""
+    """Add a contribution to what is there, norm it while it is on the device, send it home; an older one is given up."""
     home, unit, param = program.placements[event.unit].grad, event.unit, event.param
     nbytes = program.model.units[unit].params[param].grad_bytes
     if home == "device":
@@ -362,7 +363,6 @@ def _grad(program: Program, state: State, event: Grad, ops: list[Op]) -> State:
         state = replace(state, leaving=tuple(k for k in state.leaving if k != (unit, param)))
     ops.append(Op(Kind.GRAD_NORM, Lane.COMPUTE, unit, param))
     ops.append(Op(Kind.GRAD_STORE, lane_down(home), unit, param, nbytes))
-    # An older gradient of the same parameter that is still leaving was given up: nobody waits for it.
     return replace(state, leaving=(*(k for k in state.leaving if k != (unit, param)), (unit, param)))
 
 
@@ -389,7 +389,7 @@ def _settle(program: Program, state: State, event: Settle, ops: list[Op]) -> Sta
     every = range(len(program.model.units))
     units = [u for u in (every if event.units is None else event.units) if u in state.pending]
     for unit in units:
-        keep = state.pinned | {unit}
+        keep = state.pinned | event.held | {unit}
         state = _update(program, _bring(program, state, unit, keep, ops), unit, ops)
     for unit in every if event.units is None else event.units:
         state = _write_home(program, state, unit, ops)

@@ -29,6 +29,14 @@ def align(nbytes: int, to: int = ALIGNMENT) -> int:
     return -(-nbytes // to) * to
 
 
+def human(nbytes: float) -> str:
+    """Bytes as people read them."""
+    for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if abs(nbytes) >= unit:
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{int(nbytes)} B"
+
+
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """The tensor's own strides, if they cover its memory without gaps or overlaps; else those of a contiguous one."""
     expected = 1

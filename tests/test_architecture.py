@@ -37,6 +37,7 @@ LAYERS: dict[str, tuple[int, frozenset[str]]] = {
     "api": (5, BELOW_API),
     **dict.fromkeys(DOORS, (6, ZERO | DOORS | {"api", ROOT_MODULE})),
     ROOT_MODULE: (7, frozenset({"api", "errors", "specs"})),
+    "__main__": (8, frozenset({"cli"})),
 }
 
 MAX_FILE_LINES = 400

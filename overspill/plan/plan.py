@@ -6,15 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overspill.program import Program
-from overspill.specs import ROLES, TIERS, Budget, GiB, KiB, Limits, MiB, ModelSpec, Placement, TierName
-
-
-def human(nbytes: float) -> str:
-    """Bytes as people read them."""
-    for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
-        if abs(nbytes) >= unit:
-            return f"{nbytes / unit:.2f} {name}"
-    return f"{int(nbytes)} B"
+from overspill.specs import ROLES, TIERS, Budget, Limits, ModelSpec, Placement, TierName, human
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from overspill.errors import BudgetError
-from overspill.plan.plan import Line, Plan, human
+from overspill.plan.plan import Line, Plan
 from overspill.plan.simulate import Simulated, simulate
 from overspill.program import Program
 from overspill.specs import (
@@ -28,6 +28,7 @@ from overspill.specs import (
     TierName,
     UnitSpec,
     align,
+    human,
 )
 
 WORKSPACE = 4

@@ -1,5 +1,6 @@
 """One prepared model: its parts, put together."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.errors import ModelError, StateError
-from overspill.program import Begin, Settle, Step
+from overspill.program import Begin, Mark, Settle, Step
 from overspill.runtime import hooks
 from overspill.runtime.handle import GradHandle
 from overspill.runtime.measures import Measures
@@ -31,7 +32,9 @@ class Engine:
         self.residency = Residency(model, parts)
         self.measures = Measures(parts.executor)
         self._watch = ShapeWatch(model)
-        self._hooks = hooks.install(model, parts.layout, hooks.Listeners(self, self.residency, self.residency.copies))
+        # Weakly, because a parameter's hooks lie where Python's garbage collector does not look for cycles.
+        listeners = hooks.Listeners(weakref.proxy(self), self.residency, self.residency.copies)
+        self._hooks = hooks.install(model, parts.layout, listeners)
 
     def check_open(self) -> None:
         if self.closed:
@@ -68,7 +71,7 @@ class Engine:
         """Take the gradients that are there; every unit's update is due before its next use."""
         self.check_open()
         self._watch.check()
-        self.executor(Settle(tuple(sorted(self.executor.state.pending))))
+        self._settle(tuple(sorted(self.executor.state.pending)))
         jobs: dict[int, list[Job]] = {}
         for group in groups:
             hypers = snapshot(group)
@@ -83,6 +86,10 @@ class Engine:
             self.parts.updates.put(unit, tuple(todo))
         self.executor(Step(frozenset(jobs), self.residency.held()))
         self.residency.forget()
+        viewed = tuple(u for u in jobs if self.units[u].viewed and self.units[u].here)
+        if viewed:
+            # Whoever holds views of weights would see them before their update.
+            self._settle(viewed)
         self.measures.tick()
 
     def _due(self, params: list[nn.Parameter]) -> dict[int, list[Due]]:
@@ -98,16 +105,25 @@ class Engine:
                     f"expected no gradient for {spec.name!r}, which was frozen at prepare, found one; set "
                     "requires_grad before prepare, so that the plan has room for its gradient and state"
                 )
-            handle = gradient if isinstance(gradient, GradHandle) else self._take_over(p, (unit, index), gradient.clone())
-            generation = handle.generation
+            if not isinstance(gradient, GradHandle):
+                # The user's own tensor, which may be written to again before the update runs.
+                gradient = self._take_over(p, (unit, index), gradient.clone())
+            generation = gradient.generation.taken()
             found.setdefault(unit, []).append(Due(index, generation, len(generation.todo)))
         return found
 
     def settle(self) -> None:
         """Finish pending updates, bring everything home, and wait until it is there."""
         self.check_open()
-        self.executor(Settle())
+        self._settle()
         self.executor.finish()
+
+    def _settle(self, units: tuple[int, ...] | None = None) -> None:
+        self.executor(Settle(units, self.residency.held()))
+        # Weights of which somebody holds views may be written at any time, and again after they were brought home.
+        viewed = tuple(u for u, unit in enumerate(self.units) if unit.viewed and unit.here)
+        if viewed:
+            self.executor(Mark(viewed, written=True))
 
     @contextmanager
     def full(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from overspill.errors import StateError
 from overspill.program import Event, Key, Kind, Lane, Op, Program, react, start
 from overspill.runtime.lanes import Lanes, Tickets, Work
 
@@ -23,14 +24,24 @@ class Executor:
         self.times: dict[Kind, float] = dict.fromkeys(Kind, 0.0)
         self._handlers: dict[Kind, Handler] = {}
         self._tickets = Tickets()
+        self._failed: BaseException | None = None
 
     def handle(self, handlers: dict[Kind, Handler]) -> None:
         self._handlers |= handlers
 
     def __call__(self, event: Event) -> None:
+        if self._failed is not None:
+            raise StateError(
+                f"expected an engine that runs, found that it stopped at an earlier error ({self._failed!r}) with some "
+                "of its weights updated and some not; prepare anew, from a checkpoint"
+            )
         self.state, ops = react(self.program, self.state, event)
-        for op in ops:
-            self._run(op)
+        try:
+            for op in ops:
+                self._run(op)
+        except BaseException as error:
+            self._failed = error
+            raise
 
     def _run(self, op: Op) -> None:
         waits = self._tickets.of(op.waits)

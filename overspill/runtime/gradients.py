@@ -4,6 +4,10 @@ Note [Generations]: `step()` takes a *generation* of a parameter's gradient, and
 the user does to `p.grad` meanwhile (zero it, drop it, scale it) must not reach that update. So `p.grad` is a light
 handle (handle.py) on a generation; changes in place are written down in `todo` and applied when the bytes are on the
 device, in order, exactly as torch would have applied them; `step()` remembers how many of them were written down.
+
+Note [Lent gradients]: a view of a gradient (`p.grad[0]`, `p.grad.view(-1)`) may be written to unseen. So whoever asks
+for one gets the bytes themselves: the gradient moves to the device and stays there while views of it are held.
+Changes reach it at once, and `step()` takes a copy.
 """
 
 import logging
@@ -14,7 +18,7 @@ import torch
 from torch import Tensor
 
 from overspill.errors import ModelError
-from overspill.program import Grad, Key, Kind, Op, Settle
+from overspill.program import Grad, Key, Kind, Op
 from overspill.runtime.executor import Executor, Handler
 from overspill.runtime.lanes import Work
 from overspill.specs import ParamSpec, TierName
@@ -37,10 +41,26 @@ class Generation:
         self.zero = value is None
         self.todo: list[Change] = []
         self.norms: dict[float, Tensor] = {}
+        self.lent = False
+        """See Note [Lent gradients]."""
 
     def change(self, change: Change) -> None:
-        self.todo.append(change)
         self.norms.clear()
+        if self.lent:
+            change(self.value)  # type: ignore[arg-type]
+        else:
+            self.todo.append(change)
+
+    @property
+    def viewed(self) -> bool:
+        """Whether somebody holds a view of a lent gradient, or a NumPy array of it."""
+        return self.value is not None and torch._C._storage_Use_Count(self.value.untyped_storage()._cdata) > 2
+
+    def taken(self) -> "Generation":
+        """What `step()` takes: a lent gradient may be written to before the update runs, so a copy of it."""
+        if not self.lent or self.value is None:
+            return self
+        return Generation(self.unit, self.param, self.spec, self.empty(self.value.device).copy_(self.value))
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty_strided(self.spec.shape, self.spec.stride, dtype=self.spec.dtype, device=device)
@@ -90,6 +110,7 @@ class Gradients:
         """Gradients that were sent home and are still on the device."""
         self._coming: dict[tuple[int, int], Change] = {}
         self._owner: dict[tuple[int, int], weakref.ref[Generation]] = {}
+        self._lent: weakref.WeakSet[Generation] = weakref.WeakSet()
 
     def handlers(self) -> dict[Kind, Handler]:
         return {
@@ -117,19 +138,26 @@ class Gradients:
         if self.home(unit, param) is not None and value.stride() != spec.stride:
             value = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
         generation = Generation(unit, param, spec, value)
-        self._claim(generation)
-        self._arriving[unit, param] = generation
-        self._executor(Grad(unit, param, first=True))
-        if self.home(unit, param) is None:
-            del self._arriving[unit, param]
+        self._send_home(generation)
         return generation
+
+    def _send_home(self, generation: Generation) -> None:
+        if self.home(generation.unit, generation.param) is not None:
+            self._claim(generation)
+            self._arriving[generation.unit, generation.param] = generation
+            self._executor(Grad(generation.unit, generation.param, first=True))
 
     def add(self, generation: Generation, value: Tensor, alpha: float = 1) -> None:
         """Another micro-batch contributes, or the user adds something."""
         unit, param = generation.unit, generation.param
+        if generation.lent:
+            generation.change(lambda total: total.add_(value, alpha=alpha))
+            return
         if unit in self._executor.state.pending:
             # The update that is due takes the gradient as it was.
-            self._executor(Settle((unit,)))
+            kept = value.clone()
+            generation.change(lambda total: total.add_(kept, alpha=alpha))
+            return
         if generation.zero:
             generation.value, generation.zero = generation.empty(self._device).zero_(), False
             self._claim(generation)
@@ -138,15 +166,13 @@ class Gradients:
         def contribution(total: Tensor) -> None:
             total.add_(value, alpha=alpha)
 
-        self._arriving[key] = generation
         if home is not None and generation.value is not None and self._leaving.get(key) is not generation:
-            # Its bytes are on the device though it lives elsewhere (it was rewritten in place): add, then send it home.
+            # Its bytes are on the device though it lives elsewhere (it was zero): add, then send it home.
             generation.value = generation.value.to(self._device)
             _add_to(generation, contribution)
-            self._claim(generation)
-            self._executor(Grad(unit, param, first=True))
+            self._send_home(generation)
             return
-        self._coming[key] = contribution
+        self._arriving[key], self._coming[key] = generation, contribution
         self._executor(Grad(unit, param, first=False))
 
     def read(self, generation: Generation) -> Tensor:
@@ -165,11 +191,23 @@ class Gradients:
             change(value)
         return value
 
-    def norm(self, generation: Generation, order: float) -> Tensor:
-        """The norm as torch would compute it; cached, because for a gradient that lives elsewhere it is dear."""
-        if order not in generation.norms:
-            generation.norms[order] = torch._foreach_norm([self.read(generation)], order)[0]
-        return generation.norms[order]
+    def lend(self, cell: list[Generation]) -> Tensor:
+        """The own bytes of the gradient in this cell of a handle. See Note [Lent gradients]."""
+        for other in list(self._lent):
+            if other is not cell[0] and not other.viewed:
+                other.lent = False
+                other.norms.clear()
+                self._lent.discard(other)
+                self._send_home(other)
+        old = cell[0]
+        if not old.lent:
+            # Always other bytes: an update that is due, or a lane that carries them home, may be using the old ones.
+            cell[0] = Generation(old.unit, old.param, old.spec, old.empty(self._device).copy_(self.read(old)))
+            cell[0].lent = True
+            self._lent.add(cell[0])
+        value = cell[0].value
+        assert value is not None, f"the lent gradient of {old.spec.name} is not on the device"
+        return value
 
     # --- ops
 

@@ -1,7 +1,8 @@
 """What stands in `p.grad`: a tensor without bytes that knows where the gradient is.
 
 torch's own clipping, gradient scalers and `zero_grad` work on it unchanged: norms come from the engine, changes in
-place are written down (gradients.py, Note [Generations]), and any other reader gets the bytes.
+place are written down (gradients.py, Note [Generations]), and any other reader gets a copy. Views, and changes that
+cannot be written down, get the gradient's own bytes (Note [Lent gradients]).
 """
 
 from collections.abc import Callable
@@ -11,16 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from overspill.errors import StateError
 from overspill.runtime.gradients import Generation, Gradients
 
 aten = torch.ops.aten
 
 LATER = {aten.mul_, aten.div_, aten.clamp_, aten.clamp_min_, aten.clamp_max_, aten.neg_, aten.nan_to_num_}
 """Changes in place that only need the gradient itself, so they can be applied when its bytes come by."""
-
-LATER_EACH = {"_foreach_mul_", "_foreach_div_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_neg_"}
-"""The same over lists."""
 
 
 class GradHandle(torch.Tensor):
@@ -44,14 +41,26 @@ class GradHandle(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GradHandle({self.generation.spec.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return _bytes(self)  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _bytes(self).__reduce_ex__(protocol)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return _memory(self).numpy(force=force)
+
+    def tolist(self) -> Any:
+        return _bytes(self).tolist()
+
+    def data_ptr(self) -> int:
+        return _memory(self).data_ptr()  # type: ignore[no-any-return]
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return _memory(self).untyped_storage()  # type: ignore[no-any-return]
+
     @property
     def generation(self) -> Generation:
-        return self._cell[0]
-
-    def renew(self) -> Generation:
-        """Start a new, zero generation; a pending update keeps the old one."""
-        old = self.generation
-        self._cell[0] = Generation(old.unit, old.param, old.spec, None)
         return self._cell[0]
 
     @classmethod
@@ -60,22 +69,21 @@ class GradHandle(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
-        if args and isinstance(args[0], list | tuple):
-            return _on_lists(func, packet.__name__, args, kwargs)
-        first = args[0]
+        first = args[0] if args else None
+        if isinstance(first, list | tuple) and packet.__name__ in ON_LISTS:
+            return ON_LISTS[packet.__name__](func, args, kwargs)
         if isinstance(first, GradHandle):
             if packet is aten.detach:
                 return GradHandle(first._cell, first._book, first.device)
             if packet is aten.linalg_vector_norm and len(args) <= 2 and not kwargs:
-                return first._book.norm(first.generation, args[1] if len(args) > 1 else 2.0)
+                return _norm(first, args[1] if len(args) > 1 else 2.0)
             if packet in LATER:
                 rest = _frozen(args[1:])
                 first.generation.change(lambda g: func(g, *rest, **kwargs))
                 return first
-            if packet in (aten.add_, aten.zero_, aten.copy_, aten.fill_):
+            if packet in (aten.add_, aten.zero_, aten.copy_, aten.fill_) and not first.generation.lent:
                 return _rewrite(packet, first, args, kwargs)
-        _refuse_other_writes(func, args)
-        return func(*tree_map(_bytes, args), **tree_map(_bytes, kwargs))
+        return _at_once(func, args, kwargs)
 
 
 def _bytes(x: Any) -> Any:
@@ -83,53 +91,72 @@ def _bytes(x: Any) -> Any:
     return x._book.read(x.generation).clone() if isinstance(x, GradHandle) else x
 
 
+def _memory(x: Any) -> Any:
+    """The gradient's own bytes, for a view or for a change that cannot wait."""
+    return x._book.lend(x._cell) if isinstance(x, GradHandle) else x
+
+
 def _frozen(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Operands as they are now; the change may be applied much later."""
     return tuple(x.clone() if isinstance(x, Tensor) else x for x in tree_map(_bytes, args))
 
 
+def _norm(handle: GradHandle, order: float) -> Tensor:
+    """The norm as torch would compute it; cached, because for a gradient that lives elsewhere it is dear."""
+    generation = handle.generation
+    if order not in generation.norms or generation.lent:
+        generation.norms[order] = torch._foreach_norm([handle._book.read(generation)], order)[0]
+    return generation.norms[order]
+
+
 def _rewrite(packet: Any, handle: GradHandle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GradHandle:
     """Changes in place that bring other bytes: another contribution (autograd's own way), zero, or a new value."""
+    old, book = handle.generation, handle._book
     if packet is aten.add_:
         value = _bytes(args[1])
         if not isinstance(value, Tensor) or value.shape != handle.shape:
             value = torch.as_tensor(value, dtype=handle.dtype, device=handle.device).expand(handle.shape)
-        handle._book.add(handle.generation, value, kwargs.get("alpha", 1))
-        return handle
-    generation = handle.renew()
-    if packet is aten.copy_:
-        generation.zero, generation.value = False, generation.empty(handle.device).copy_(_bytes(args[1]))
-    elif packet is aten.fill_ and not (isinstance(args[1], int | float) and args[1] == 0):
-        generation.zero, generation.value = False, generation.empty(handle.device).fill_(args[1])
+        book.add(old, value, kwargs.get("alpha", 1))
+    elif packet is aten.zero_:
+        handle._cell[0] = Generation(old.unit, old.param, old.spec, None)
+    else:
+        value = getattr(old.empty(handle.device), packet.__name__)(*tree_map(_bytes, args[1:]), **kwargs)
+        handle._cell[0] = book.take(old.unit, old.param, value)
     return handle
 
 
-def _on_lists(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Foreach ops, one tensor at a time where gradients are changed or normed."""
-    tensors = args[0]
-    if name == "_foreach_norm" and len(args) <= 2 and not kwargs:
-        order = args[1] if len(args) > 1 else 2.0
-        return [
-            x._book.norm(x.generation, order) if isinstance(x, GradHandle) else func([x], order)[0] for x in tensors
-        ]
-    if name == "_foreach_zero_":
-        for x in tensors:
-            x.zero_()
-        return None
-    if name in LATER_EACH:
-        shared = _frozen(args[1:])
-        for i, x in enumerate(tensors):
-            rest = tuple([a[i]] if isinstance(a, list | tuple) else a for a in shared)
-            _later(func, x, rest)
-        return None
-    if name == "_amp_foreach_non_finite_check_and_unscale_":
-        return _unscale(func, tensors, args[1:])
-    if name.endswith("_"):
-        raise StateError(
-            f"expected a change of gradients that overspill can defer, found {func}; read the gradient with "
-            "overspill.grad(p), change the copy and assign it to p.grad"
-        )
-    return func(*tree_map(_bytes, args), **tree_map(_bytes, kwargs))
+def _at_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Anything else: readers get copies; views and changes in place get the gradient's own bytes."""
+    schema = {argument.name: argument for argument in func._schema.arguments}
+
+    def given(name: str, x: Any) -> Any:
+        info = schema[name].alias_info
+        return tree_map(_memory if info is not None and (info.is_write or func.is_view) else _bytes, x)
+
+    positional = [given(name, x) for name, x in zip(schema, args, strict=False)]
+    result = func(*positional, **{name: given(name, x) for name, x in kwargs.items()})
+    return args[0] if result is not None and any(result is x for x in positional[:1]) else result
+
+
+# --- lists of gradients, one at a time
+
+
+def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs or len(args) > 2:
+        return _at_once(func, args, kwargs)
+    order = args[1] if len(args) > 1 else 2.0
+    return [_norm(x, order) if isinstance(x, GradHandle) else func([x], order)[0] for x in args[0]]
+
+
+def _zero_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for x in args[0]:
+        x.zero_()
+
+
+def _later_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    shared = _frozen(args[1:])
+    for i, x in enumerate(args[0]):
+        _later(func, x, tuple([a[i]] if isinstance(a, list | tuple) else a for a in shared))
 
 
 def _later(func: Callable[..., Any], x: Tensor, rest: tuple[Any, ...]) -> None:
@@ -139,19 +166,19 @@ def _later(func: Callable[..., Any], x: Tensor, rest: tuple[Any, ...]) -> None:
         func([x], *rest)
 
 
-def _unscale(func: Any, tensors: list[Tensor], rest: tuple[Any, ...]) -> None:
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """torch.amp's unscale: looks at every value and scales in place, so the bytes are rewritten."""
-    values = [_bytes(x) for x in tensors]
-    func(values, *rest)
-    for x, value in zip(tensors, values, strict=True):
+    for x in args[0]:
+        value = _bytes(x)
+        func([value], *args[1:])
         if isinstance(x, GradHandle):
             x.copy_(value)
 
 
-def _refuse_other_writes(func: Any, args: tuple[Any, ...]) -> None:
-    for x, argument in zip(args, func._schema.arguments, strict=False):
-        if isinstance(x, GradHandle) and argument.alias_info is not None and argument.alias_info.is_write:
-            raise StateError(
-                f"expected a change of the gradient of {x.generation.spec.name!r} that overspill can defer, found "
-                f"{func}; read it with overspill.grad(p), change the copy and assign it to p.grad"
-            )
+ON_LISTS: dict[str, Callable[..., Any]] = {
+    "_foreach_norm": _norms,
+    "_foreach_zero_": _zero_each,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+    **{f"_foreach_{name}_": _later_each for name in ("mul", "div", "clamp_min", "clamp_max", "neg")},
+}
+"""Ops over lists that would otherwise bring all gradients to the device at once."""

@@ -156,7 +156,7 @@ def claim(units: tuple[int, ...], begin: int, tensors: Any, listener: Calls) -> 
             continue
         seen[id(node)] = node
         todo += [following for following, _ in node.next_functions if following is not None]
-        marks: dict[str, bool] = node.metadata
+        marks: dict[str, bool] = node.metadata  # type: ignore[assignment]
         if CLAIMED not in marks:
             marks[CLAIMED] = True
             node.register_prehook(need)

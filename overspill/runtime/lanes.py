@@ -27,14 +27,6 @@ class Ticket:
     def __init__(self, future: "Future[torch.cuda.Event | None]") -> None:
         self._future = future
 
-    @property
-    def ready(self) -> bool:
-        """Nothing is left to wait for, on the host or on the device."""
-        if not self._future.done():
-            return False
-        event = self._future.result()
-        return event is None or event.query()
-
     def wait(self) -> None:
         """Make what the current stream (on the CPU: the current thread) does next come after this work."""
         event = self._future.result()

@@ -114,12 +114,12 @@ class Updates:
     def _gradient(self, due: Due, staged: Mapping[int, Tensor]) -> Tensor:
         """The gradient with the changes that were made before `step()`."""
         generation, value = due.generation, staged.get(due.param)
+        if value is None and generation.zero:
+            value = generation.empty(self._states._device).zero_()
         if value is not None:
             for change in generation.todo[: due.changes]:
                 change(value)
             return value
-        if generation.zero:
-            return generation.empty(self._states._device).zero_()
         assert generation.value is not None, f"the gradient of {generation.spec.name} is not on the device"
         for change in generation.todo[: due.changes]:
             change(generation.value)

@@ -6,7 +6,7 @@ import logging
 import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_THRESHOLD = 1 << 20
+_THRESHOLD = 128 << 10
 
 log = logging.getLogger("overspill")
 

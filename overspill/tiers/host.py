@@ -72,25 +72,22 @@ class Arena:
 class HostTier:
     """Slots in one arena; copies are asynchronous on the caller's current stream when the other side is cuda.
 
-    `moving_in`: bytes that are in host memory already and are given up as they are stored here. They must not be
-    there twice, so pages are taken as they are written; `commit` takes the rest.
+    `moving_in`: bytes that are in host memory already and are given up as they are stored in the first slots. They
+    must not be there twice, so the pages for them are taken as they are written, all others now.
     """
 
-    def __init__(self, capacity: int, pin: bool, moving_in: int = 0) -> None:
+    def __init__(self, capacity: int, moving_in: int = 0) -> None:
         self.name = "host"
         self.capacity = capacity
         self._used = 0
-        self._written = 0
-        self._pin = pin
         self._closed = False
         _check_headroom(capacity - moving_in, done=0, total=capacity)
         self._arena = Arena(capacity)
+        self._arena.touch(moving_in)
 
-    def commit(self) -> None:
-        """What was moved in is in: take the rest of the memory now, and page-lock all of it once."""
-        self._arena.touch(self._written)
-        if self._pin:
-            self._arena.pin()
+    def pin(self) -> None:
+        """Page-lock the arena for cuda, once everything has moved in."""
+        self._arena.pin()
 
     @property
     def pinned(self) -> bool:
@@ -121,7 +118,6 @@ class HostTier:
         """Copy `src` (uint8, at most slot.nbytes) into the slot."""
         check_bytes(self.name, slot, src)
         self.tensor(slot)[: src.numel()].copy_(src, non_blocking=True)
-        self._written = max(self._written, slot.offset + slot.nbytes)
 
     def used(self) -> int:
         """The end of the last slot."""

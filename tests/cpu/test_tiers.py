@@ -51,7 +51,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     capacity = 8 * MIB
     # A staging of 64 KiB makes every larger transfer take many chunks.
     nvme = request.param == "nvme"
-    made = NvmeTier([(tmp_path, None)], capacity, 64 * KIB) if nvme else HostTier(capacity, pin=False)
+    made = NvmeTier([(tmp_path, None)], capacity, 64 * KIB) if nvme else HostTier(capacity)
     yield made
     made.close()
 
@@ -119,14 +119,14 @@ def test_load_while_storing(tier: Tier) -> None:
 
 def test_made_in_inference_mode_is_usable_outside(tmp_path: Path) -> None:
     with torch.inference_mode():
-        tiers: list[Tier] = [HostTier(4096, pin=False), make_nvme(tmp_path)]
+        tiers: list[Tier] = [HostTier(4096), make_nvme(tmp_path)]
     for tier in tiers:
         assert keeps(tier, tier.reserve(100))
         tier.close()
 
 
 def test_host_without_capacity() -> None:
-    tier = HostTier(0, pin=False)
+    tier = HostTier(0)
     assert tier.tensor(tier.reserve(0)).numel() == 0
     with pytest.raises(TierError):
         tier.reserve(1)
@@ -135,25 +135,23 @@ def test_host_without_capacity() -> None:
 
 def test_host_is_resident_then_released() -> None:
     before = probe.resident_bytes()
-    tier = HostTier(256 * MIB, pin=False)
-    tier.commit()
+    tier = HostTier(256 * MIB)
     assert probe.resident_bytes() - before > 250 * MIB
     tier.close()
     assert probe.resident_bytes() - before < 16 * MIB
 
 
-def test_host_commit_leaves_what_moved_in() -> None:
-    tier = HostTier(4 * MIB, pin=False, moving_in=MIB)
-    slot = tier.reserve(MIB + 1)
-    tier.store(slot, noise(MIB + 1))
-    tier.reserve(2 * MIB)
-    tier.commit()
-    assert torch.equal(tier.tensor(slot), noise(MIB + 1))
+def test_host_takes_the_pages_of_what_moves_in_as_it_comes() -> None:
+    before = probe.resident_bytes()
+    tier = HostTier(256 * MIB, moving_in=200 * MIB)
+    assert probe.resident_bytes() - before < 100 * MIB
+    tier.store(tier.reserve(200 * MIB), torch.zeros(200 * MIB, dtype=torch.uint8))
+    assert probe.resident_bytes() - before > 250 * MIB
     tier.close()
 
 
 def test_host_view_survives_close() -> None:
-    tier = HostTier(MIB, pin=False)
+    tier = HostTier(MIB)
     view = tier.tensor(tier.reserve(MIB)).copy_(noise(MIB))
     tier.close()
     assert torch.equal(view, noise(MIB)), "and no crash"
@@ -161,18 +159,18 @@ def test_host_view_survives_close() -> None:
 
 def test_host_refuses_before_the_memory_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BudgetError, match=str(1 << 60)):
-        HostTier(1 << 60, pin=False)
+        HostTier(1 << 60)
     looks = iter([1 << 60, 0])
     monkeypatch.setattr("overspill.tiers.host.host_available", lambda: next(looks))
     with pytest.raises(BudgetError, match="found 0 available"):
-        HostTier(MIB, pin=False).commit()
+        HostTier(MIB)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pinning works here")
 def test_host_goes_on_unpinned(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "overspill"):
-        tier = HostTier(4096, pin=True)
-        tier.commit()
+        tier = HostTier(4096)
+        tier.pin()
     assert not tier.pinned and len(caplog.records) == 1
     tier.close()
 

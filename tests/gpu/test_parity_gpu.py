@@ -102,7 +102,7 @@ def test_copies_that_take_longer_than_compute_with_delays(kind: Kind | None, tmp
     assert differing(spilled(wide, recipe, delays, place=place)[1], plain(wide, recipe)[1]) == []
 
 
-@pytest.mark.parametrize("budget", ["96MiB", "160MiB", "256MiB", "auto"])
+@pytest.mark.parametrize("budget", ["112MiB", "160MiB", "256MiB", "auto"])
 def test_reserved_memory_stays_within_the_plan(budget: str) -> None:
     recipe = Recipe(steps=5, clip=1.0, micro_batches=2)
     expected = plain(wide, recipe)[1]

@@ -1,0 +1,72 @@
+"""How a run is shown: a live bar on a terminal, a line every few steps elsewhere, a summary at the end."""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from overspill.report.run import FIXED, TIERS, Record
+from overspill.specs import human
+
+LINES = 10
+"""About how many lines a run has where there is no terminal."""
+
+
+def shown(records: Iterable[Record], steps: int, title: str) -> Iterator[Record]:
+    """The same records, each shown as it passes."""
+    return _live(records, steps, title) if sys.stdout.isatty() else _lines(records, steps, title)
+
+
+def _live(records: Iterable[Record], steps: int, title: str) -> Iterator[Record]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[news]}"),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=Console()) as progress:
+        task = progress.add_task(title, total=steps, news="")
+        for record in records:
+            progress.update(task, advance=1, news=_news(record))
+            yield record
+
+
+def _lines(records: Iterable[Record], steps: int, title: str) -> Iterator[Record]:
+    every = max(1, steps // LINES)
+    begin = time.perf_counter()
+    for record in records:
+        if record.step == 1 or record.step % every == 0 or record.step == steps:
+            left = (time.perf_counter() - begin) / record.step * (steps - record.step)
+            print(f"{title} {record.step:>{len(str(steps))}}/{steps}  {_news(record)}  {left:.0f} s left", flush=True)
+        yield record
+
+
+def _news(record: Record) -> str:
+    tiers = "  ".join(f"{tier} {human(record.bytes[tier])}" for tier in TIERS if tier in record.bytes)
+    return f"loss {record.loss:.3f}  {record.tokens_per_second:,.0f} tokens/s" + (f"  {tiers}" if tiers else "")
+
+
+def summary(records: Sequence[Record], plan: Mapping[str, Mapping[str, int]], plainly: int) -> str:
+    """Loss, speed, and what was planned for every tier beside what was measured."""
+    tokens = sum(r.tokens_per_second * r.seconds for r in records)
+    seconds = sum(r.seconds for r in records)
+    last = records[-max(1, len(records) // LINES) :]
+    mean = sum(r.loss for r in last) / len(last)
+    text = [
+        f"loss {records[0].loss:.3f} at the first step, {records[-1].loss:.3f} at the last, "
+        f"{mean:.3f} over the last {len(last)}",
+        f"{tokens / seconds:,.0f} tokens/s over {len(records)} steps in {seconds:.1f} s",
+        "",
+        f"{'peak':<8}{'measured':>12}{'planned':>12}{'budget':>12}",
+    ]
+    for tier in TIERS:
+        measured = max((r.bytes[tier] for r in records if tier in r.bytes), default=0)
+        planned = plan["peak"][tier]
+        verdict = "within" if measured <= planned else f"{human(measured - planned)} above the plan"
+        verdict = "an arena of fixed size" if tier == FIXED and planned else verdict
+        row = "".join(f"{human(n):>12}" for n in (measured, planned, plan["budget"][tier]))
+        text.append(f"{tier:<8}{row}  {verdict}")
+    return "\n".join([*text, f"held plainly, weights, gradients and states alone take {human(plainly)} of the device"])

@@ -1,0 +1,475 @@
+"""Every refusal says what was expected, what was found and what to do, and leaves the user's objects as they were."""
+
+import copy
+import gc
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import overspill
+from overspill.errors import (
+    BudgetError,
+    ModelError,
+    OptionError,
+    OverspillError,
+    StateError,
+    TierError,
+    UnknownOptionError,
+)
+from tests import small
+from tests.both import AWAY, HERE, adamw, everywhere, losses, prepare, train
+from tests.reference import differing, weights
+
+GPU, HOST = "64MiB", "64MiB"
+THREE_PARTS = re.compile(r"expected .*, found .*; .*", re.DOTALL)
+
+
+def refused(
+    error: type[OverspillError],
+    match: str,
+    build: Callable[[], nn.Module] = small.build,
+    optimizer: Any = adamw,
+    **keywords: Any,
+) -> str:
+    """`prepare` with these keywords is refused, and the model and the optimizer then train as if nothing had been."""
+    model = build()
+    steps = optimizer(model)
+    kept = [(p, type(p), p.data_ptr(), dict(p.__dict__)) for p in model.parameters()]
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    attributes, groups = set(steps.__dict__), steps.param_groups
+    with pytest.raises(error, match=match) as caught:
+        overspill.prepare(model, steps, **keywords)
+    assert THREE_PARTS.search(str(caught.value)), f"expected/found/what to do are missing in: {caught.value}"
+    assert kept == [(p, type(p), p.data_ptr(), dict(p.__dict__)) for p in model.parameters()]
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    assert set(steps.__dict__) == attributes and steps.param_groups is groups
+    assert not hasattr(model, "no_sync")
+    if build is small.build and optimizer is adamw:
+        plain = small.build()
+        assert train(model, steps) == train(plain, adamw(plain))
+        assert differing(weights(model), weights(plain)) == []
+    return str(caught.value)
+
+
+# ---- budgets
+
+
+def bytes_in(message: str) -> int:
+    return int(re.search(r"\((\d+) bytes\)", message)[1])
+
+
+def smallest(model: nn.Module, optimizer: torch.optim.Optimizer, **keywords: Any) -> int:
+    """What the refusal of a hopeless budget asks for."""
+    with pytest.raises(BudgetError) as caught:
+        overspill.plan(model, optimizer, **keywords)
+    return bytes_in(str(caught.value))
+
+
+PLACES = [None, HERE, AWAY, {"weight": "nvme", "grad": "nvme", "state": "host"}]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=["solved", "here", "away", "nvme"])
+@pytest.mark.parametrize("blocks", [1, 12])
+def test_the_smallest_gpu_budget_is_the_smallest(blocks: int, place, tmp_path: Path) -> None:
+    keywords = {"host": HOST, "nvme": tmp_path, "place": place}
+
+    def build():
+        return small.build(blocks=blocks)
+
+    gpu = bytes_in(refused(BudgetError, "device budget of at least", build, gpu="1KiB", **keywords))
+    refused(BudgetError, "device budget of at least", build, gpu=int(0.99 * gpu), **keywords)
+    plain, model = build(), build()
+    model, optimizer = overspill.prepare(model, adamw(model), gpu=gpu, **keywords)
+    assert train(model, optimizer) == train(plain, adamw(plain))
+
+
+@pytest.mark.parametrize("place", [None, AWAY], ids=["solved", "away"])
+def test_the_smallest_host_budget_is_the_smallest(place, tmp_path: Path) -> None:
+    model = small.build(blocks=12)
+    optimizer = adamw(model)
+    gpu = smallest(model, optimizer, gpu=1, host=HOST)
+    keywords = {"gpu": 2 * gpu, "place": place, "nvme": tmp_path if place else None}
+
+    def build():
+        return small.build(blocks=12)
+
+    needed = bytes_in(refused(BudgetError, r"host", build, host=4096, **keywords))
+    refused(BudgetError, r"host", build, host=int(0.99 * needed), **keywords)
+    model, optimizer = overspill.prepare(model, optimizer, host=needed, **keywords)
+    plain = build()
+    assert train(model, optimizer) == train(plain, adamw(plain))
+
+
+def test_copies_beyond_the_host_budget(tmp_path: Path) -> None:
+    model = small.build()
+    optimizer = adamw(model)
+    keywords = {"gpu": GPU, "nvme": tmp_path, "place": AWAY}
+    host = smallest(model, optimizer, host=1, **keywords) + 4096
+    model, optimizer = overspill.prepare(model, optimizer, host=host, **keywords)
+    train(model, optimizer)
+    for copies in (model.state_dict, optimizer.state_dict):
+        with pytest.raises(BudgetError, match=r"expected room for .* copies on the host .* found .*; raise host= by"):
+            copies()
+    assert model.last.state_dict().keys() == {"weight", "bias"}, "a part of it fits"
+    train(model, optimizer)
+
+
+def test_all_weights_at_once_beyond_the_gpu_budget(tmp_path: Path) -> None:
+    model = small.build(blocks=12)
+    optimizer = adamw(model)
+    gpu = smallest(model, optimizer, gpu=1, host=HOST)
+    model, optimizer = overspill.prepare(model, optimizer, gpu=gpu, host=HOST)
+    train(model, optimizer)
+    with (
+        pytest.raises(BudgetError, match=r"expected room for all weights on the device .* found .*; raise gpu= by"),
+        overspill.full(model),
+    ):
+        pass
+    train(model, optimizer)
+
+
+# ---- disks
+
+
+def test_nvme_paths_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(TierError, "found 'No such file or directory'; make it", nvme=tmp_path / "missing", place=AWAY)
+    refused(TierError, "found nothing there; make it", nvme={tmp_path / "missing": "1GiB"}, place=AWAY)
+    (tmp_path / "file").write_text("")
+    refused(TierError, "not a folder; make it", nvme=tmp_path / "file", place=AWAY)
+    refused(OptionError, r"found none; give a path", place=AWAY)
+    monkeypatch.setattr("overspill.tiers.nvme.os.access", lambda *_: False)
+    refused(TierError, "may not; change its mode", nvme=tmp_path, place=AWAY)
+
+
+def test_nvme_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(BudgetError, "of nvme memory, found a budget of .* that much room", nvme={tmp_path: "8KiB"}, place=AWAY)
+    monkeypatch.setattr("overspill.tiers.nvme.disk_free", lambda _: 8192)
+    refused(TierError, r"found 8192: .*; free \d+ bytes, raise the limits, or add a path", nvme=tmp_path, place=AWAY)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- options
+
+
+def test_an_unknown_option_is_a_type_error_and_a_value_error() -> None:
+    refused(UnknownOptionError, r"found gpus=; did you mean gpu=\?", gpus="24GiB")
+    with pytest.raises(TypeError, match=r"found gpus=; did you mean gpu=\?"):
+        overspill.plan(*both(), gpus="24GiB")
+    refused(ValueError, r"found quux=; known are activations, .*, zero", quux=1)
+
+
+def both() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = small.build()
+    return model, adamw(model)
+
+
+BAD = [
+    *[{"gpu": x} for x in (0, -1, 0.0, 1.5, -0.5, "lots", "24 XiB", "-1GiB", "0GiB", "", None, True, [1])],
+    *[{"host": x} for x in (0, "24 Gigs", 2.0, False, float("nan"))],
+    *[{"nvme": x} for x in (3, {"/tmp": "much"}, {"/tmp": 0}, {"/tmp": None}, {"/tmp": 0.5}, [1], {3: "1GiB"})],
+    *[{"precision": x} for x in ("fp8", None, torch.float32, "bf16", "fp16")],
+    *[{"states": x} for x in ("int8", None, "compact", {"a": "exact"})],
+    *[{"update": x} for x in ("now", "eager", "delayed")],
+    *[{"zero": x} for x in ("1", 4, -1, False, 1, 2, 3, 0.0)],
+    *[{"activations": x} for x in ("drop", True, "recompute")],
+    *[{"micro_batches": x} for x in (0, -1, 1.0, "2", True, None)],
+    *[{"kernels": x} for x in ("cuda", None)],
+    *[{"separable": x} for x in (False, "yes", 1)],
+    *[{"weights": "folder"}, {"mesh": "mesh"}],
+    *[{"place": x} for x in ("host", ["host"], {"weights": "host"}, {"weight": "gpu"}, {"weight": None}, 3)],
+]
+
+
+@pytest.mark.parametrize("keywords", BAD, ids=str)
+def test_a_bad_value_of_an_option(keywords: dict[str, Any]) -> None:
+    """Named, with what is allowed and what was given; `plan` says the same."""
+    (name, value), *_ = keywords.items()
+    for call in (overspill.prepare, overspill.plan):
+        with pytest.raises(OptionError, match=rf"^expected {name}.* found ") as caught:
+            call(*both(), **keywords)
+        wrong = next(iter(value.values())) if isinstance(value, dict) else value
+        assert repr(wrong) in str(caught.value) or repr(value) in str(caught.value)
+
+
+def test_fractions_and_sizes_that_are_right(tmp_path: Path) -> None:
+    model, optimizer = both()
+    machine = {"device": 2**30, "host": 2**31}
+
+    def budget(**keywords):
+        return overspill.plan(model, optimizer, machine=machine, **keywords).budget
+
+    assert budget(gpu=0.5, host=1.0).device == 2**29
+    assert budget(gpu=0.5, host=1.0).host == 2**31
+    assert budget(gpu="0.5GiB", host=" 300 mb ").device == 2**29
+    assert budget(gpu=2**28, host=" 300 mb ").host == 300_000_000
+    assert budget(nvme={tmp_path: "1GiB"}).nvme == 2**30
+    assert budget(nvme={tmp_path: "1GiB", tmp_path / "other": 3}).nvme == 2**30 + 3
+    assert budget(nvme={tmp_path: "auto"}).nvme == pytest.approx(budget(nvme=[tmp_path]).nvme, rel=0.1)
+
+
+# ---- models and optimizers
+
+
+def test_what_is_no_model_or_no_optimizer() -> None:
+    model, optimizer = both()
+    with pytest.raises(ModelError, match=r"expected a torch.nn.Module, found list"):
+        overspill.prepare([model], optimizer)
+    with pytest.raises(ModelError, match=r"expected a torch.optim.Optimizer of your own, found type"):
+        overspill.prepare(model, torch.optim.AdamW)
+
+
+def test_an_optimizer_of_other_parameters() -> None:
+    def optimizer(model):
+        other = nn.Linear(2, 3)
+        return torch.optim.SGD([{"params": model.parameters()}, {"params": other.parameters()}], 0.1)
+
+    match = r"found parameter 0 of group 1, of shape \(3, 2\), which does not; build the optimizer from model.param"
+    refused(ModelError, match, optimizer=optimizer)
+
+
+@everywhere
+def test_states_that_are_larger_than_the_optimizer_makes_them(place, tmp_path: Path) -> None:
+    """The refusal comes late, when the weights have moved in; they move out again."""
+    plain, model = small.build(), small.build()
+    steps, optimizer = adamw(plain), adamw(model)
+    train(plain, steps), train(model, optimizer)
+    for p in model.parameters():
+        optimizer.state[p]["more"] = torch.ones_like(p)
+    if place == AWAY:
+        with pytest.raises(
+            ModelError, match=r"expected the optimizer to keep for '.*' what .*, found more: .*; a state"
+        ):
+            overspill.prepare(model, optimizer, place=place, nvme=tmp_path)
+        assert {type(p) for p in model.parameters()} == {nn.Parameter}
+        assert list(tmp_path.iterdir()) == []
+    else:
+        model, optimizer = overspill.prepare(model, optimizer, place=place, nvme=tmp_path)
+    assert train(model, optimizer) == train(plain, steps)
+
+
+@everywhere
+def test_prepared_twice(place, tmp_path: Path) -> None:
+    model, optimizer = prepare(place, tmp_path)
+    with pytest.raises(StateError, match=r"expected a model that is not prepared, found 'embedding.weight' .*; close"):
+        overspill.prepare(model, adamw(model))
+    with pytest.raises(ModelError, match=r"Optimizer of your own, found SpilledOptimizer"):
+        overspill.prepare(small.build(), optimizer)
+    plain = small.build()
+    assert train(model, optimizer) == train(plain, adamw(plain))
+
+
+def test_a_part_of_a_prepared_model(tmp_path: Path) -> None:
+    model, _ = prepare(HERE, tmp_path)
+    with pytest.raises(StateError, match="in a prepared one; close that first"):
+        overspill.prepare(model.blocks[1], adamw(model.blocks[1]))
+
+
+def test_a_model_on_meta(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = small.build()
+    optimizer = adamw(model)
+    with pytest.raises(ModelError, match=r"a model with values, found 'embedding.weight' on the meta device; "):
+        overspill.prepare(model, optimizer)
+    assert overspill.plan(model, optimizer, gpu=GPU, host=HOST).model.parameters > 0
+
+
+def test_parameters_over_the_same_memory() -> None:
+    def build():
+        model = small.build()
+        model.head.weight = nn.Parameter(model.embedding.weight.data)
+        return model
+
+    refused(ModelError, "'embedding.weight' and 'head.weight' over the same memory; tie them", build)
+
+
+@everywhere
+def test_sparse_gradients(place, tmp_path: Path) -> None:
+    def build():
+        return nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 2))
+
+    model, _ = prepare(place, tmp_path, build)
+    with pytest.raises(ModelError, match=r"dense gradient for '0.weight', found torch.sparse_coo; .*sparse=False"):
+        model(torch.arange(5)).sum().backward()
+
+
+# ---- a prepared model that changes
+
+
+def anew(model: nn.Module) -> None:
+    model.last.weight = nn.Parameter(torch.ones(small.WIDTH))
+
+
+CHANGES = {
+    r"last.weight replaced": anew,
+    r"blocks.1.norm.extra added": lambda m: setattr(m.blocks[1].norm, "extra", nn.Parameter(torch.ones(1))),
+    r"last.bias removed": lambda m: delattr(m.last, "bias"),
+    r"found extra added": lambda m: setattr(m, "extra", nn.Linear(2, 2)),
+    r"blocks.4 added": lambda m: m.blocks.append(small.Block()),
+    r"head replaced": lambda m: setattr(m, "head", nn.Linear(small.WIDTH, small.VOCABULARY)),
+}
+
+
+@everywhere
+@pytest.mark.parametrize("match", CHANGES)
+def test_a_model_that_is_changed_after_prepare(match: str, place, tmp_path: Path) -> None:
+    model, optimizer = prepare(place, tmp_path)
+    train(model, optimizer, 1)
+    for loss in losses(model, 1):
+        loss.backward()
+    CHANGES[match](model)
+    says = rf"expected the parameters and modules that the model had at prepare, .*{match}; call overspill.close"
+    with pytest.raises(ModelError, match=says):
+        optimizer.step()
+    with pytest.raises(ModelError, match=says):
+        train(model, optimizer, 1)
+
+
+@everywhere
+def test_a_frozen_parameter_that_gets_a_gradient(place, tmp_path: Path) -> None:
+    def build():
+        model = small.build()
+        model.last.weight.requires_grad_(False)
+        return model
+
+    model, optimizer = prepare(place, tmp_path, build)
+    train(model, optimizer, 1)
+    model.last.weight.requires_grad_(True)
+    with pytest.raises(ModelError, match=r"no gradient for 'last.weight', which was frozen at prepare, found one; set"):
+        train(model, optimizer, 1)
+
+
+# ---- steps
+
+
+@everywhere
+def test_a_step_or_a_clip_without_gradients(place, tmp_path: Path) -> None:
+    model, optimizer = prepare(place, tmp_path)
+    without = r"expected gradients at step\(\), found none on any parameter; call loss.backward\(\)"
+    with pytest.raises(StateError, match=without):
+        optimizer.step()
+    with pytest.raises(StateError, match=r"gradients to clip, found none on any parameter; call loss.backward"):
+        optimizer.clip_grad_norm_(1.0)
+    train(model, optimizer, 1)
+    with pytest.raises(StateError, match=without):
+        optimizer.step()
+    with pytest.raises(OptionError, match="without a closure, found one; evaluate the loss"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(ModelError, match=r"the parameter groups of prepare, found a new one; call overspill.close"):
+        optimizer.add_param_group({"params": [torch.zeros(1)]})
+    with pytest.raises(StateError, match=r"optimizer.state_dict\(\) to be saved, found .*; .* save its state dict"):
+        pickle.dumps(optimizer)
+    with pytest.raises(StateError, match="save its state dict"):
+        copy.deepcopy(optimizer)
+
+
+@everywhere
+def test_the_users_own_optimizer_after_prepare(place, tmp_path: Path) -> None:
+    model = small.build()
+    own = adamw(model)
+    model, optimizer = overspill.prepare(model, own, place=place, nvme=tmp_path)
+    for loss in losses(model, 1):
+        loss.backward()
+    for call in (own.step, lambda: own.step(lambda: 0.0)):
+        with pytest.raises(StateError, match=r"step\(\) on the optimizer that .* returned, found .*; use `model"):
+            call()
+    optimizer.step()
+
+
+# ---- what is closed, or was never prepared
+
+
+@everywhere
+def test_a_closed_model(place, tmp_path: Path) -> None:
+    model, optimizer = prepare(place, tmp_path)
+    train(model, optimizer, 1)
+    overspill.close(model)
+    uses: dict[str, Callable[[], Any]] = {
+        "step": optimizer.step,
+        "clip": lambda: optimizer.clip_grad_norm_(1.0),
+        "report": optimizer.report,
+        "state_dict": optimizer.state_dict,
+        "load_state_dict": lambda: optimizer.load_state_dict({}),
+        "settle": lambda: overspill.settle(model),
+        "full": lambda: overspill.full(model).__enter__(),
+        "close": lambda: overspill.close(model),
+        "trace": lambda: overspill.trace(model, tmp_path / "trace.json").__enter__(),
+    }
+    for name, use in uses.items():
+        with pytest.raises(StateError, match=r"expected a prepared model, found a closed one; .*prepare again"):
+            use()
+            pytest.fail(f"{name} did not raise")
+    for reader in (overspill.grad, overspill.state):
+        with pytest.raises(StateError, match="a parameter of a prepared model, found another tensor; pass one"):
+            reader(model.last.weight)
+
+
+def test_a_model_that_was_never_prepared(tmp_path: Path) -> None:
+    model = small.build()
+    for use in (overspill.settle, overspill.full, overspill.close):
+        with pytest.raises(StateError, match=r"expected a model that .* returned, found Small .* not prepared; call"):
+            use(model)
+    for other in (model.last.weight, torch.zeros(3), None):
+        with pytest.raises(StateError, match="a parameter of a prepared model, found another tensor; pass one"):
+            overspill.grad(other)
+
+
+def test_parameters_that_outlive_their_model(tmp_path: Path) -> None:
+    model, optimizer = prepare(AWAY, tmp_path)
+    p = model.last.weight
+    del model, optimizer
+    gc.collect()
+    with pytest.raises(StateError, match=r"expected .*, found one whose model is gone; keep the model"):
+        p.sum()
+
+
+def test_a_disk_that_fails_while_training(tmp_path: Path) -> None:
+    model, optimizer = prepare(AWAY, tmp_path)
+    train(model, optimizer, 2)
+    tier = overspill.api._engine(model).parts.tiers["nvme"]
+
+    def broken(*_: Any) -> None:
+        raise TierError("expected to read, found a broken disk; replace it")
+
+    tier.load = broken
+    with pytest.raises(TierError, match="broken disk"):
+        train(model, optimizer, 2)
+        overspill.settle(model)
+    del tier.load
+    stopped_for_good(model, optimizer)
+
+
+def stopped_for_good(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Going on would train with weights of which some are updated and some are not."""
+    for use in (lambda: train(model, optimizer), model.state_dict, lambda: overspill.close(model)):
+        with pytest.raises(StateError, match=r"expected an engine that runs, found .* earlier error .*; prepare anew"):
+            use()
+
+
+class Failing(torch.optim.SGD):
+    """Fails in the update of a unit, as it would when memory is short."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> None:
+        if self.fails:
+            raise MemoryError
+        super().step()
+
+
+@everywhere
+def test_an_update_that_fails(place, tmp_path: Path) -> None:
+    model = small.build()
+    optimizer = Failing(model.parameters())
+    model, optimizer = overspill.prepare(model, optimizer, place=place, nvme=tmp_path, separable=True)
+    train(model, optimizer, 2)
+    Failing.fails = True
+    with pytest.raises(MemoryError):
+        train(model, optimizer, 2)
+    Failing.fails = False
+    stopped_for_good(model, optimizer)

@@ -1,0 +1,96 @@
+"""Stock Transformers models train bit for bit as in the plain loop, wherever their bytes live."""
+
+import functools
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import overspill
+from tests.places import PLACES, mixed_budgets, prepare_tight
+from tests.reference import Recipe, differing, train, weights
+from tests.zoo import ALL, ZOO, Architecture, loss_of
+
+STEPS, MICRO_BATCHES = 20, 3
+REPRESENTATIVES = ["gpt2", "llama", "qwen2", "bert", "albert", "t5"]
+REPRESENTATIVES += ["vit", "swin", "wav2vec2", "mixtral", "mamba", "clip"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are slower on more, and much slower on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def built(name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = ZOO[name].build()
+    return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def norms(name: str, clip: float) -> list[float]:
+    """What the plain loop clips, step by step."""
+    model, optimizer = built(name)
+    found = []
+
+    def note(*_: object) -> None:
+        found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+
+    optimizer.register_step_pre_hook(note)
+    train(model, optimizer, ZOO[name].batches(), Recipe(STEPS, MICRO_BATCHES), loss_of)
+    return found
+
+
+@functools.cache
+def plain(name: str) -> tuple[Recipe, list[float], dict[str, torch.Tensor]]:
+    """A recipe whose clipping acts on about half of the steps, and what the plain loop makes of it."""
+    clip = statistics.median(norms(name, torch.inf))
+    recipe = Recipe(STEPS, MICRO_BATCHES, clip=clip)
+    model, optimizer = built(name)
+    losses = train(model, optimizer, ZOO[name].batches(), recipe, loss_of)
+    return recipe, losses, weights(model)
+
+
+def check(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    recipe, losses, expected = plain(name)
+    assert train(model, optimizer, ZOO[name].batches(), recipe, loss_of) == losses
+    assert differing(weights(overspill.close(model)), expected) == []
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVES)
+def test_a_mixed_placement_gives_the_bits_of_the_plain_loop(name: str, tmp_path: Path) -> None:
+    check(name, *prepare_tight(*built(name), PLACES["mixed"], tmp_path))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "wav2vec2"])
+def test_a_solved_plan_with_weights_on_every_tier_gives_the_bits_of_the_plain_loop(name: str, tmp_path: Path) -> None:
+    model, optimizer = built(name)
+    check(name, *overspill.prepare(model, optimizer, **mixed_budgets(model, optimizer, tmp_path)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("architecture", ALL, ids=lambda a: a.name)
+def test_every_architecture_on_every_placement(architecture: Architecture, place: str, tmp_path: Path) -> None:
+    check(architecture.name, *prepare_tight(*built(architecture.name), PLACES[place], tmp_path))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", ALL, ids=lambda a: a.name)
+def test_every_architecture_on_a_solved_plan(architecture: Architecture, tmp_path: Path) -> None:
+    model, optimizer = built(architecture.name)
+    check(architecture.name, *overspill.prepare(model, optimizer, **mixed_budgets(model, optimizer, tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "name", [a.name if a.name == "gpt2" else pytest.param(a.name, marks=pytest.mark.full) for a in ALL]
+)
+def test_clipping_acts_on_some_steps_only(name: str) -> None:
+    """Else the tests above would not show that both cases are right."""
+    clip = plain(name)[0].clip
+    acted = [norm > clip for norm in norms(name, clip)]
+    assert True in acted and False in acted
