@@ -182,6 +182,9 @@ class _NoSync:
     def __call__(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def __reduce__(self) -> Any:
+        return _NoSync, (None,)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "_NoSync":
         return _NoSync(None)
 

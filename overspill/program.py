@@ -344,7 +344,7 @@ def _drop_page(state: State, ops: list[Op]) -> State:
 
 
 def _grad(program: Program, state: State, event: Grad, ops: list[Op]) -> State:
-    """Add a contribution to what is there, norm it while it is on the device, send it home; an older one is given up."""
+    """Add a contribution to what is there, norm it while it is on the device, send it home; forget an older one."""
     home, unit, param = program.placements[event.unit].grad, event.unit, event.param
     nbytes = program.model.units[unit].params[param].grad_bytes
     if home == "device":

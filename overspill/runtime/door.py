@@ -51,6 +51,9 @@ class Keeper(Protocol):
     def touched(self, p: nn.Parameter) -> None:
         """Somebody may write to the memory of an open parameter unseen."""
 
+    def given(self, p: nn.Parameter, gradient: Tensor | None) -> None:
+        """Somebody assigned `p.grad`."""
+
     def copy_of(self, p: nn.Parameter) -> Tensor | None:
         """A host copy, if the parameter is being written to a state dict; else None."""
 
@@ -68,7 +71,35 @@ def register(p: nn.Parameter, keeper: Keeper) -> None:
     setattr(p, HANDLE, weakref.ref(keeper))
 
 
-class Closed(nn.Parameter):
+def _refusing(name: str) -> Any:
+    """A method of Tensor that would take a parameter's memory away."""
+
+    def method(self: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+        raise ModelError(
+            f"expected the memory of a prepared parameter to stay where it is, found {name}; call "
+            "overspill.close(model) first"
+        )
+
+    method.__name__ = name
+    return method
+
+
+class Prepared(nn.Parameter):
+    """What closed and open parameters have in common: their memory stays, and a copy of one is a plain parameter."""
+
+    share_memory_ = _refusing("share_memory_")
+    resize_ = _refusing("resize_")
+    resize_as_ = _refusing("resize_as_")
+    set_ = _refusing("set_")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _reduced(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return _copied(self, memo)
+
+
+class Closed(Prepared):
     """A parameter between uses. See Note [Closed parameters]."""
 
     @classmethod
@@ -77,6 +108,8 @@ class Closed(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         if func in METADATA:
+            if func == _SET_GRAD:
+                _keeper(args[0]).given(args[0], args[1])
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         closed = [x for x in tree_leaves((args, kwargs)) if type(x) is Closed]
@@ -84,15 +117,7 @@ class Closed(nn.Parameter):
             copy = _keeper(closed[0]).copy_of(closed[0])
             if copy is not None:
                 return copy
-        if func is _SET_DATA:
-            func = _assign
-        return _through_the_door(func, args, kwargs, closed)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return _copied(self, memo)
-
-
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+        return _through_the_door(INSTEAD.get(func, func), args, kwargs, closed)
 
 
 def _keeper(p: Tensor) -> Keeper:
@@ -145,6 +170,24 @@ def _assign(p: nn.Parameter, value: Tensor) -> None:
         p.copy_(value)
 
 
+def _shown(p: nn.Parameter, **options: Any) -> str:
+    return repr(p.detach().requires_grad_(p.requires_grad))
+
+
+INSTEAD: dict[Any, Callable[..., Any]] = {
+    Tensor.data.__set__: _assign,  # type: ignore[attr-defined]
+    Tensor.__repr__: _shown,
+}
+"""What is done in place of what was asked for. Looked up by equality: every access makes a new method object."""
+_SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
+
+
+def _reduced(p: nn.Parameter) -> Any:
+    """Pickled as a plain parameter in host memory with the current value."""
+    with torch.no_grad():
+        return nn.Parameter, (p.detach().to("cpu", copy=True), p.requires_grad)
+
+
 def _copied(p: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     """A plain parameter with the current value; a copied model is an ordinary model."""
     if id(p) not in memo:
@@ -168,7 +211,7 @@ def _reporting(name: str) -> Any:
     return method
 
 
-class Open(nn.Parameter):
+class Open(Prepared):
     """A parameter inside a call of its own unit's modules. See Note [Closed parameters]."""
 
     @property
@@ -190,6 +233,3 @@ class Open(nn.Parameter):
     __dlpack__ = _reporting("__dlpack__")
     untyped_storage = _reporting("untyped_storage")
     data_ptr = _reporting("data_ptr")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return _copied(self, memo)

@@ -6,11 +6,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from overspill.errors import ModelError, StateError
 from overspill.program import Begin, Mark, Settle, Step
 from overspill.runtime import hooks
+from overspill.runtime.door import HANDLE
 from overspill.runtime.handle import GradHandle
 from overspill.runtime.measures import Measures
 from overspill.runtime.parts import Parts
@@ -54,16 +55,14 @@ class Engine:
     def arrived(self, unit: int, param: int) -> None:
         """Autograd accumulated into `p.grad`: a new gradient becomes a generation; a handle has taken it already."""
         p = self.units[unit].params[param]
-        gradient = p.grad
-        if gradient is not None and not isinstance(gradient, GradHandle) and not gradient.requires_grad:
-            self._take_over(p, (unit, param), gradient)
-
-    def _take_over(self, p: nn.Parameter, place: tuple[int, int], gradient: Tensor) -> GradHandle:
-        generation = self.parts.grads.take(*place, gradient.detach())
-        handle = GradHandle([generation], self.parts.grads, self.executor.lanes.device)
+        gradient, own = p.grad, self.residency.own_grads.get((unit, param))
+        if gradient is None or isinstance(gradient, GradHandle) or gradient.requires_grad:
+            return
+        if own is not None and own() is gradient:
+            return
+        generation = self.parts.grads.take(unit, param, gradient.detach())
         p.grad = None
-        p.grad = handle
-        return handle
+        p.grad = GradHandle([generation], self.parts.grads, self.executor.lanes.device)
 
     # --- the optimizer and the API call these
 
@@ -105,10 +104,11 @@ class Engine:
                     f"expected no gradient for {spec.name!r}, which was frozen at prepare, found one; set "
                     "requires_grad before prepare, so that the plan has room for its gradient and state"
                 )
-            if not isinstance(gradient, GradHandle):
+            if isinstance(gradient, GradHandle):
+                generation = gradient.generation.taken()
+            else:
                 # The user's own tensor, which may be written to again before the update runs.
-                gradient = self._take_over(p, (unit, index), gradient.clone())
-            generation = gradient.generation.taken()
+                generation = self.parts.grads.take(unit, index, gradient.detach().clone())
             found.setdefault(unit, []).append(Due(index, generation, len(generation.todo)))
         return found
 
@@ -157,7 +157,8 @@ class Engine:
         handles = [p.grad for p in unit.params]
         for p in unit.params:
             p.grad = None
-        self.residency.release(index)
+            p.__class__ = nn.Parameter
+            delattr(p, HANDLE)
         unit.give_back()
         for p, handle in zip(unit.params, handles, strict=True):
             if handle is not None:

@@ -7,7 +7,7 @@ need none of this. Autograd numbers its nodes: those from the call's first numbe
 inputs came from. Where fewer were found than were numbered, some hang on other tensors than the outputs, as an
 auxiliary loss kept on a module or keys and values in a cache: then those are looked at too.
 
-Hook objects are copied as do-nothing hooks, so that `copy.deepcopy(model)` gives an ordinary model.
+Hook objects are copied and pickled as do-nothing hooks, so that a copied or saved model is an ordinary one.
 """
 
 import dataclasses
@@ -68,6 +68,9 @@ class Hook:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
         return Hook(_nothing)
+
+    def __reduce__(self) -> Any:
+        return Hook, (_nothing,)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None: ...

@@ -55,6 +55,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
         # A scheduler made before prepare has put a step of its own here; it comes back with `revive`.
         self._user_step = vars(optimizer).get("step")
         optimizer.step = _refuse_step  # type: ignore[assignment,method-assign]
+        optimizer.state_dict = _refuse_state_dict  # type: ignore[method-assign]
 
     @property
     def state(self) -> StateView:  # type: ignore[override]
@@ -130,7 +131,8 @@ class SpilledOptimizer(torch.optim.Optimizer):
     def revive(self) -> None:
         """Give the user's own optimizer its states back; called when the model is closed."""
         states = {p: read_state(self._engine, p) for p in self._params()}
-        self._user.__dict__.pop("step", None)
+        for name in ("step", "state_dict"):
+            self._user.__dict__.pop(name, None)
         if self._user_step is not None:
             self._user.step = self._user_step  # type: ignore[method-assign]
         for p, state in states.items():
@@ -142,6 +144,13 @@ def _refuse_step(*args: Any, **kwargs: Any) -> None:
     raise StateError(
         "expected step() on the optimizer that overspill.prepare returned, found it on the one that was given to "
         "prepare; use `model, optimizer = overspill.prepare(model, optimizer, ...)`"
+    )
+
+
+def _refuse_state_dict() -> dict[str, Any]:
+    raise StateError(
+        "expected state_dict() on the optimizer that overspill.prepare returned, found it on the one that was given to "
+        "prepare, which has no states any more; use the returned one"
     )
 
 

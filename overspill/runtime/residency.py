@@ -6,6 +6,7 @@ noticed. Units in a running call, and units of which somebody holds views, are *
 of the backward node that is running: recomputing its saved tensors may call other units before it uses its own.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from overspill.errors import ModelError
 from overspill.program import Mark, Need
 from overspill.runtime.copies import Copies
-from overspill.runtime.door import HANDLE, Closed, Open, register
+from overspill.runtime.door import Closed, Open, register
 from overspill.runtime.parts import Parts
 from overspill.specs import Phase
 from overspill.units.unit import Unit
@@ -37,6 +38,8 @@ class Residency:
         self._behind: tuple[int, ...] = ()
         """What the running backward node, or the last one, asked for."""
         self.copies = Copies(self, parts)
+        self.own_grads: dict[tuple[int, int], weakref.ref[Tensor] | None] = {}
+        """Tensors that the user put into `p.grad`: they stay there, and autograd adds to them, as in plain torch."""
         for unit in self._units:
             for p in unit.params:
                 register(p, self)
@@ -129,6 +132,9 @@ class Residency:
         self._visited.add(unit)
         self._executor(Mark((unit,), written=True))
 
+    def given(self, p: nn.Parameter, gradient: Tensor | None) -> None:
+        self.own_grads[self.place_of(p)] = None if gradient is None else weakref.ref(gradient)
+
     def copy_of(self, p: nn.Parameter) -> Tensor | None:
         return self.copies.of(p)
 
@@ -152,12 +158,6 @@ class Residency:
             for u in every:
                 if self._depth[u] == 0:
                     _set_class(self._units[u], Closed)
-
-    def release(self, unit: int) -> None:
-        """The unit's parameters become plain ones again."""
-        _set_class(self._units[unit], nn.Parameter)
-        for p in self._units[unit].params:
-            delattr(p, HANDLE)
 
 
 def _set_class(unit: Unit, cls: type[nn.Parameter]) -> None:

@@ -78,6 +78,7 @@ class Unit:
                 value = p.detach()
                 data = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=device)
                 set_data(p, data.copy_(value))
+        self.flat = self.flat.new_empty(0)
 
 
 def set_data(p: nn.Parameter, data: torch.Tensor) -> None:

@@ -265,7 +265,6 @@ def test_moving_the_model(place, tmp_path: Path) -> None:
     check(loop, place, tmp_path)
 
 
-@pytest.mark.xfail(strict=True, reason="door.py compares `Tensor.data.__set__` with `is`, which is never true")
 @everywhere
 @pytest.mark.parametrize("cast", ["half", "double", "bfloat16"])
 def test_casting_the_model_is_refused(cast: str, place, tmp_path: Path) -> None:
@@ -368,3 +367,41 @@ def test_parameter_attributes_and_hooks_of_the_user_stay(place, tmp_path: Path) 
 
     check(loop, place, tmp_path, build=build)
     assert len(scaled) == 6
+
+
+@everywhere
+def test_a_parameter_is_shown_and_pickled_as_a_plain_one(place, tmp_path: Path) -> None:
+    model, optimizer = prepare(place, tmp_path)
+    train(model, optimizer, 1)
+    plain = small.build()
+    train(plain, adamw(plain), 1)
+    p, expected = model.blocks[1].up.bias, plain.blocks[1].up.bias
+    assert repr(p) == repr(expected)
+    torch.save(p, tmp_path / "p.pt")
+    back = torch.load(tmp_path / "p.pt", weights_only=False)
+    assert type(back) is torch.nn.Parameter and torch.equal(back, expected)
+
+
+@everywhere
+def test_a_saved_model_is_a_plain_one(place, tmp_path: Path) -> None:
+    model, optimizer = prepare(place, tmp_path)
+    train(model, optimizer, 1)
+    torch.save(model, tmp_path / "model.pt")
+    back = torch.load(tmp_path / "model.pt", weights_only=False)
+    plain = small.build()
+    train(plain, adamw(plain), 1)
+    assert differing(weights(back), weights(plain)) == []
+    assert {type(p) for p in back.parameters()} == {torch.nn.Parameter}
+    train(back, adamw(back), 1)
+
+
+@everywhere
+@pytest.mark.parametrize("move", ["share_memory_", "set_", "resize_"])
+def test_moving_a_parameters_memory_is_refused(move: str, place, tmp_path: Path) -> None:
+    model, optimizer = prepare(place, tmp_path)
+    train(model, optimizer, 1)
+    p = model.blocks[0].up.weight
+    arguments = {"share_memory_": (), "set_": (torch.zeros_like(p),), "resize_": (3,)}[move]
+    with pytest.raises(ModelError, match=move), torch.no_grad():
+        getattr(p, move)(*arguments)
+    train(model, optimizer, 1)

@@ -890,3 +890,24 @@ def test_an_exception_in_backward(place, tmp_path: Path) -> None:
         train(model, optimizer, 2)
 
     check(loop, place, tmp_path)
+
+
+@everywhere
+def test_gradients_in_one_flat_buffer_of_the_users(place, tmp_path: Path) -> None:
+    def loop(model, optimizer):
+        params = list(model.parameters())
+        flat = torch.zeros(sum(p.numel() for p in params))
+        offset = 0
+        for p in params:
+            p.grad = flat[offset : offset + p.numel()].view_as(p)
+            offset += p.numel()
+        seen = []
+        for loss in losses(model, 4):
+            flat.zero_()
+            loss.backward()
+            flat.mul_(0.5)
+            seen.append(flat.clone())
+            optimizer.step()
+        return seen
+
+    check(loop, place, tmp_path)
