@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 GPU_PYTHON ?= python3
+# Test processes side by side; each computes on one thread, because the models of the tests are small.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
@@ -21,10 +23,10 @@ demo: $(VENV)/.stamp-demo  ## train the demo model
 	$(BIN)/overspill train --demo
 
 test: $(VENV)/.stamp-test  ## the tests of every change, on the CPU
-	$(BIN)/python -m pytest -q tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests
 
 test-all: $(VENV)/.stamp-test  ## also the long tests
-	$(BIN)/python -m pytest -q -m "not gpu" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not gpu" tests
 
 # For a machine that is offline and has torch and pytest in its own Python: nothing is installed.
 test-gpu:  ## the tests that need cuda, with GPU_PYTHON

@@ -23,21 +23,28 @@ def built(name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def on_gpu(batches: Iterator[Batch]) -> Iterator[Batch]:
-    return ({k: v.cuda() for k, v in batch.items()} for batch in batches)
+    return ({k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items()} for batch in batches)
 
 
-def plain(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def recompute(model: torch.nn.Module, reentrant: bool | None) -> None:
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+
+
+def plain(name: str, reentrant: bool | None) -> tuple[list[float], dict[str, torch.Tensor]]:
     model, _ = built(name)
     model.cuda()
+    recompute(model, reentrant)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = train(model, optimizer, on_gpu(ZOO[name].batches()), RECIPE, loss_of)
     return losses, weights(model)
 
 
-def check(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reentrant: bool | None = None) -> None:
+    recompute(model, reentrant)
     got_losses = train(model, optimizer, ZOO[name].batches(), RECIPE, loss_of)
     got = weights(overspill.close(model))
-    losses, expected = plain(name)
+    losses, expected = plain(name, reentrant)
     assert got_losses == losses
     assert differing(got, expected) == []
 
@@ -51,9 +58,7 @@ def test_forced_homes(name: str, place: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_recompute(name: str, reentrant: bool, tmp_path: Path) -> None:
-    model, optimizer = prepare_tight(*built(name), PLACES["mixed"], tmp_path)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    check(name, model, optimizer)
+    check(name, *prepare_tight(*built(name), PLACES["mixed"], tmp_path), reentrant)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
