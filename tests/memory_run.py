@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ from torch import nn
 import overspill
 
 WIDTH = 512
+
+Losses = Callable[[nn.Module], torch.Tensor]
 
 
 class Tower(nn.Module):
@@ -51,24 +54,35 @@ def disk_blocks(folder: Path) -> int:
     return total
 
 
-def run_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+def run_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, losses: Losses) -> None:
     for _ in range(steps):
         for _ in range(2):
-            model(torch.ones(4, WIDTH)).square().mean().backward()
+            losses(model).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def chosen(name: str) -> tuple[Callable[[], nn.Module], Losses]:
+    """What to build, and how to get a loss from it: the tower, or a stock model of the zoo."""
+    if name == "tower":
+        return Tower, lambda model: model(torch.ones(4, WIDTH)).square().mean()
+    from tests.zoo import ZOO, loss_of
+
+    batches = ZOO[name].batches()
+    return ZOO[name].build, lambda model: loss_of(model, next(batches))
 
 
 def main() -> None:
     wanted = json.loads(sys.argv[1])
     folder = Path(wanted["nvme"])
     kind = getattr(torch.optim, wanted.get("optimizer", "AdamW"))
-    warm = Tower(1)
-    run_steps(warm, kind(warm.parameters(), lr=1e-3), 2)  # what torch's libraries keep for themselves is kept now
+    build, losses = chosen(wanted.get("model", "tower"))
+    warm = build()
+    run_steps(warm, kind(warm.parameters(), lr=1e-3), 2, losses)  # what torch keeps for itself is kept from now on
     del warm
     torch.manual_seed(0)
-    model = Tower()
+    model = build()
     optimizer = kind(model.parameters(), lr=1e-3)
     own = sum(p.nbytes for p in model.parameters())
     base = resident("VmRSS") - own
@@ -86,7 +100,7 @@ def main() -> None:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    run_steps(model, optimizer, 5)
+    run_steps(model, optimizer, 5, losses)
     done.set()
     thread.join()
     plan = optimizer.report()["plan"]

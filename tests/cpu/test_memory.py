@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(nvme: Path, keywords: dict[str, Any], optimizer: str = "AdamW") -> dict[str, Any]:
+def measure(nvme: Path, keywords: dict[str, Any], **what: str) -> dict[str, Any]:
     if keywords.get("nvme"):
         keywords = {**keywords, "nvme": str(nvme)}
-    wanted = json.dumps({"nvme": str(nvme), "keywords": keywords, "optimizer": optimizer})
+    wanted = json.dumps({"nvme": str(nvme), "keywords": keywords, **what})
     # Without it glibc keeps freed blocks for itself, and what was freed before prepare would count again.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-m", "tests.memory_run", wanted]
@@ -48,12 +49,31 @@ def check(found: dict[str, Any], nvme: Path) -> None:
     assert list(nvme.iterdir()) == [], "something is left on nvme"
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+LONG = {"almost all on nvme", "all on nvme", "Adagrad", "SGD", "NAdam"}
+
+
+def some(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(n, marks=pytest.mark.full) if n in LONG else n for n in names]
+
+
+@pytest.mark.parametrize("name", some(CONFIGURATIONS))
 def test_peak_is_within_the_plan(name: str, tmp_path: Path) -> None:
     check(measure(tmp_path, CONFIGURATIONS[name]), tmp_path)
 
 
-@pytest.mark.parametrize("optimizer", ["Adafactor", "RAdam", "NAdam", "Adagrad", "SGD"])
+@pytest.mark.parametrize("optimizer", some(["Adafactor", "RAdam", "NAdam", "Adagrad", "SGD"]))
 def test_an_optimizers_own_workspace_is_within_the_plan(optimizer: str, tmp_path: Path) -> None:
     place = dict.fromkeys(("weight", "grad", "state"), "host")
-    check(measure(tmp_path, {"gpu": "128MiB", "place": place}, optimizer), tmp_path)
+    check(measure(tmp_path, {"gpu": "128MiB", "place": place}, optimizer=optimizer), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "vit"])
+def test_stock_models_are_within_the_plan(name: str, tmp_path: Path) -> None:
+    """They are so small that noise is most of what is seen: the room for activations has to hold it."""
+    place = {"weight": "host", "grad": "nvme", "state": "host"}
+    found = measure(tmp_path, {"gpu": "64MiB", "host": "8MiB", "nvme": True, "place": place}, model=name)
+    planned = found["planned"]
+    assert found["stepping"] <= planned["device"] + planned["host"], found
+    assert found["disk"] <= planned["nvme"], found
+    assert [planned[t] for t in ("device", "host", "nvme")] <= found["budget"]
+    assert list(tmp_path.iterdir()) == []

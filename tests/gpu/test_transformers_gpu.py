@@ -65,3 +65,19 @@ def test_recompute(name: str, reentrant: bool, tmp_path: Path) -> None:
 def test_a_solved_plan_with_weights_on_every_tier(name: str, tmp_path: Path) -> None:
     model, optimizer = built(name)
     check(name, *overspill.prepare(model, optimizer, **mixed_budgets(model, optimizer, tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "vit"])
+def test_reserved_memory_is_within_the_plan(name: str, tmp_path: Path) -> None:
+    """The allocator takes 2 and 20 MiB at a time, so the budget is far above what models this small need."""
+    model, optimizer = built(name)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_reserved()
+    budgets = {"gpu": "96MiB", "place": PLACES["mixed"], "nvme": tmp_path, "precision": "fp32"}
+    model, optimizer = overspill.prepare(model, optimizer, **budgets)
+    train(model, optimizer, ZOO[name].batches(), RECIPE, loss_of)
+    plan = optimizer.report()["plan"]
+    assert torch.cuda.max_memory_reserved() - base <= plan.peak("device") <= plan.budget.device
+    overspill.close(model)
+    assert list(tmp_path.iterdir()) == []
