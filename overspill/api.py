@@ -95,6 +95,7 @@ def prepare(
     device = _compute_device(model)
     laid_out, made = _plan(model, optimizer, chosen, device)
     log.info("%s", made)
+    _say_what_is_cast(model, DTYPES[chosen.precision])
     engine = _build(model, optimizer, (laid_out, made), (chosen, device))
     try:
         prepared = SpilledOptimizer(optimizer, engine, lambda: _report(engine, made))
@@ -161,6 +162,8 @@ def close(model: Model) -> Model:
 def trace(model: nn.Module, path: str | PathLike[str]) -> Iterator[None]:
     """Record what every lane does inside the context, as a trace for Perfetto or chrome://tracing."""
     engine = _engine(model)
+    if not Path(path).parent.is_dir() or Path(path).is_dir():
+        raise OptionError(f"expected a file in an existing folder for the trace, found {str(path)!r}; make the folder")
     engine.parts.recorder.on = True
     try:
         yield
@@ -207,6 +210,13 @@ def _engine_of(p: Tensor) -> Engine:
         if engine is not None and engine.residency is keeper:
             return engine
     raise StateError("expected a parameter of a prepared model, found another tensor; pass one of model.parameters()")
+
+
+def _say_what_is_cast(model: nn.Module, dtype: torch.dtype) -> None:
+    others = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
+    if others:
+        found = ", ".join(sorted(str(d).removeprefix("torch.") for d in others))
+        log.warning("parameters of %s are cast to %s, which is what precision= asks for", found, dtype)
 
 
 def _compute_device(model: nn.Module) -> torch.device:
@@ -322,6 +332,7 @@ def _build(
         dtype=DTYPES[chosen.precision],
         budget=made.budget,
         owned=Budget(**{**made.peaks, "device": made.peak("device") - activations}),
+        device_peak=made.peak("device"),
         tiers=tiers,
         units=units,
         executor=executor,
@@ -351,4 +362,10 @@ def _report(engine: Engine, made: Plan) -> dict[str, Any]:
     homes: dict[str, dict[str, int]] = {}
     for line in made.lines:
         homes.setdefault(line.tier, {})[line.what] = line.nbytes
-    return {"bytes": homes, "peak": made.peaks, "plan": made, **engine.measures.last}
+    return {
+        "bytes": homes,
+        "peak": made.peaks,
+        "plan": made,
+        "measured": engine.measures.peaks(),
+        **engine.measures.last,
+    }

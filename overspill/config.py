@@ -24,7 +24,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "zero": ("auto", 0),
     "activations": ("keep",),
     "kernels": ("auto", "torch"),
-    "separable": (None, True),
+    "separable": (None, True, False),
     "weights": (None,),
     "mesh": (None,),
 }
@@ -66,6 +66,7 @@ class Options:
             raise OptionError(f"expected micro_batches= to be a whole number from 1, found {self.micro_batches!r}")
         for name in ("gpu", "host"):
             parse_size(name, getattr(self, name), there=2**60)
+        parse_nvme(self.nvme)
         parse_nvme(self.nvme)
         _check_place(self.place)
 
@@ -123,7 +124,7 @@ def parse_size(name: str, value: Size, there: int) -> int:
         raise OptionError(f"expected {name}= to be more than 0 bytes, found {value!r}")
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
     unit = next((n for u, n in UNITS.items() if match and u.lower() == match[2].lower()), None)
-    if match is None or unit is None or float(match[1]) <= 0:
+    if match is None or unit is None or float(match[1]) * unit < 1:
         raise OptionError(
             f"expected {name}= as 'auto', text like '24GiB' or '500MB', bytes, or a fraction, found {value!r}"
         )
@@ -138,8 +139,10 @@ def parse_nvme(value: NvmeOption) -> list[tuple[Path, int | None]]:
         value = [value]
     if not isinstance(value, Mapping | Sequence) or not all(isinstance(path, str | PathLike) for path in value):
         raise OptionError(f"expected nvme= as a path, a list of paths, or a mapping of paths to sizes, found {value!r}")
+    if not all(fspath(path) for path in value):
+        raise OptionError("expected nvme= to name a folder, found an empty path; leave it out to write nothing to disk")
     sizes = value if isinstance(value, Mapping) else dict.fromkeys(value, "auto")
-    return [(Path(fspath(path)), _disk_size(path, size)) for path, size in sizes.items()]
+    return [(Path(fspath(path)).expanduser(), _disk_size(path, size)) for path, size in sizes.items()]
 
 
 def _disk_size(path: str | PathLike[str], size: Size) -> int | None:

@@ -83,8 +83,9 @@ def train(
         folder.make()
         stack.callback(_remove_if_empty, folder.path)
         if demo and not settings.nvme:
-            settings = resolve({**given, "nvme": (folder.path / "spill",)}, demo)
-            settings.nvme[0].mkdir()
+            # Beside the run's folder, so that the next demo finds and removes what a killed one left.
+            settings = resolve({**given, "nvme": (folder.path.parent / "spill",)}, demo)
+            settings.nvme[0].mkdir(exist_ok=True)
             stack.callback(_remove_if_empty, settings.nvme[0])
         verdict = _run(settings, folder)
     if verdict is not None and not verdict.equal:

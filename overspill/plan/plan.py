@@ -18,7 +18,7 @@ class Line:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """Placements of all units, and the predicted peak of every tier, line by line."""
 
@@ -72,6 +72,10 @@ class Plan:
             "units": units,
         }
         return json.dumps(body, indent=2)
+
+    def __repr__(self) -> str:
+        peaks = ", ".join(f"{tier} {human(n)}" for tier, n in self.peaks.items() if n)
+        return f"Plan({self.model.parameters:,} parameters in {len(self.model.units)} units; peaks: {peaks})"
 
     def __str__(self) -> str:
         rows = [("what", *TIERS)]

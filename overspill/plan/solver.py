@@ -176,7 +176,7 @@ def _workspace(model: ModelSpec) -> int:
 
 
 def _simulated(request: Request, placements: tuple[Placement, ...], limits: Limits) -> Simulated:
-    return simulate(Program(request.model, placements, limits), micro_batches=min(request.micro_batches, 2))
+    return simulate(Program(request.model, placements, limits), micro_batches=request.micro_batches)
 
 
 # --- the plan

@@ -31,7 +31,7 @@ class Engine:
         self.units = parts.units
         self.closed = False
         self.residency = Residency(model, parts)
-        self.measures = Measures(parts.executor)
+        self.measures = Measures(parts.executor, parts.device_peak)
         self._watch = ShapeWatch(model)
         # Weakly, because a parameter's hooks lie where Python's garbage collector does not look for cycles.
         listeners = hooks.Listeners(weakref.proxy(self), self.residency, self.residency.copies)

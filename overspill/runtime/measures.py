@@ -1,20 +1,33 @@
-"""What the last step took: bytes per lane, seconds per kind of op."""
+"""What the last step took: bytes per lane, seconds per kind of op; and what the device was seen to hold."""
 
+import logging
 import time
 from collections import Counter
 from typing import Any
 
+import torch
+
 from overspill.runtime.executor import Executor
+from overspill.specs import human
+
+log = logging.getLogger("overspill")
 
 
 class Measures:
-    """Looks at the executor's counters once a step."""
+    """Looks at the executor's counters once a step, and on cuda at what was reserved since it was made."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, planned: int) -> None:
         self._executor = executor
+        self._planned = planned
+        self._warned = False
         self._then = (Counter(executor.moved), dict(executor.times), time.perf_counter())
         self.steps = 0
         self.last: dict[str, Any] = {"steps": 0, "seconds": 0.0, "moved": {}, "op_seconds": {}}
+
+    def peaks(self) -> dict[str, int]:
+        """Peak bytes per tier as seen from outside, where that can be seen: on cuda."""
+        device = self._executor.lanes.device
+        return {"device": torch.cuda.max_memory_reserved(device)} if device.type == "cuda" else {}
 
     def tick(self) -> None:
         """A step ends here. Updates that it made due are counted with the next step, in which they run."""
@@ -27,3 +40,16 @@ class Measures:
             "op_seconds": {str(k): s - self._then[1][k] for k, s in times.items() if s > self._then[1][k]},
         }
         self._then = (moved, times, now)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Activations are the one thing that the plan can only make room for; say so once if they took more."""
+        seen = self.peaks().get("device", 0)
+        if seen > self._planned and not self._warned:
+            self._warned = True
+            log.warning(
+                "the device was seen to hold %s, and the plan is %s: activations (or what else this process has "
+                "there) took more than was kept free; raise gpu=, use smaller micro-batches, or gradient checkpointing",
+                human(seen),
+                human(self._planned),
+            )

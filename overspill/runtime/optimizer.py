@@ -56,6 +56,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
         self._user_step = vars(optimizer).get("step")
         optimizer.step = _refuse_step  # type: ignore[assignment,method-assign]
         optimizer.state_dict = _refuse_state_dict  # type: ignore[method-assign]
+        optimizer.load_state_dict = _refuse_state_dict  # type: ignore[method-assign]
 
     @property
     def state(self) -> StateView:  # type: ignore[override]
@@ -131,7 +132,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
     def revive(self) -> None:
         """Give the user's own optimizer its states back; called when the model is closed."""
         states = {p: read_state(self._engine, p) for p in self._params()}
-        for name in ("step", "state_dict"):
+        for name in ("step", "state_dict", "load_state_dict"):
             self._user.__dict__.pop(name, None)
         if self._user_step is not None:
             self._user.step = self._user_step  # type: ignore[method-assign]
@@ -147,10 +148,10 @@ def _refuse_step(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _refuse_state_dict() -> dict[str, Any]:
+def _refuse_state_dict(*args: Any) -> Any:
     raise StateError(
-        "expected state_dict() on the optimizer that overspill.prepare returned, found it on the one that was given to "
-        "prepare, which has no states any more; use the returned one"
+        "expected state dicts to be made by and loaded into the optimizer that overspill.prepare returned, found the "
+        "one that was given to prepare, which has no states any more; use the returned one"
     )
 
 

@@ -13,8 +13,8 @@ from overspill.runtime.lanes import Lanes
 from overspill.runtime.states import States
 from overspill.runtime.updates import Updates
 from overspill.runtime.weights import Weights
-from overspill.specs import Budget, GiB, TierName
-from overspill.tiers import Slot, Tier
+from overspill.specs import Budget, TierName, human
+from overspill.tiers import Slot, Tier, host_available
 from overspill.trace import Recorder
 from overspill.units.layout import Layout
 from overspill.units.unit import Unit
@@ -30,7 +30,9 @@ class Parts:
     dtype: torch.dtype
     budget: Budget
     owned: Budget
-    """Bytes that the plan takes on each tier; what the budget has beyond them is free for copies."""
+    """Bytes that the plan takes on each tier, without activations."""
+    device_peak: int
+    """What the plan foretells for the device, with activations."""
     tiers: Tiers
     units: tuple[Unit, ...]
     executor: Executor
@@ -40,21 +42,20 @@ class Parts:
     recorder: Recorder
 
     def check_copies(self, nbytes: int, what: str) -> None:
-        """Refuse to make host copies that the host budget has no room for."""
-        room = self.budget.host - self.owned.host
+        """Refuse host copies that the machine has no room for. They are the user's, so no budget counts them."""
+        room = host_available()
         if nbytes > room:
             raise BudgetError(
-                f"expected room for {nbytes / GiB:.3f} GiB of copies on the host for {what}, found "
-                f"{room / GiB:.3f} GiB left of the budget; raise host= by {(nbytes - room) / GiB:.3f} GiB, "
-                "or read parameter by parameter with overspill.state(p) and inside overspill.full(model)"
+                f"expected room for {human(nbytes)} of copies in host memory for {what}, found {human(room)} "
+                "available; read parameter by parameter (p.detach().cpu(), overspill.state(p)), or stop what else runs"
             )
 
     def check_full(self, nbytes: int) -> None:
         room = self.budget.device - self.owned.device
         if nbytes > room:
             raise BudgetError(
-                f"expected room for all weights on the device ({nbytes / GiB:.3f} GiB live elsewhere), found "
-                f"{room / GiB:.3f} GiB; raise gpu= by {(nbytes - room) / GiB:.3f} GiB"
+                f"expected room for all weights on the device ({human(nbytes)} live elsewhere), found {human(room)}; "
+                f"raise gpu= by {human(nbytes - room)}"
             )
 
 

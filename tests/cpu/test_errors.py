@@ -106,18 +106,24 @@ def test_the_smallest_host_budget_is_the_smallest(place, tmp_path: Path) -> None
     assert train(model, optimizer) == train(plain, adamw(plain))
 
 
-def test_copies_beyond_the_host_budget(tmp_path: Path) -> None:
-    model = small.build()
-    optimizer = adamw(model)
-    keywords = {"gpu": GPU, "nvme": tmp_path, "place": AWAY}
-    host = smallest(model, optimizer, host=1, **keywords) + 4096
-    model, optimizer = overspill.prepare(model, optimizer, host=host, **keywords)
-    train(model, optimizer)
+def test_copies_that_the_machine_has_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = prepare(AWAY, tmp_path)
+    train(model, optimizer, 1)
+    monkeypatch.setattr("overspill.runtime.parts.host_available", lambda: 1000)
     for copies in (model.state_dict, optimizer.state_dict):
-        with pytest.raises(BudgetError, match=r"expected room for .* copies on the host .* found .*; raise host= by"):
+        with pytest.raises(BudgetError, match=r"expected room for .* copies in host memory .* found 1000 B .*; read"):
             copies()
     assert model.last.state_dict().keys() == {"weight", "bias"}, "a part of it fits"
-    train(model, optimizer)
+
+
+def test_copies_are_the_users_and_do_not_count_against_the_host_budget(tmp_path: Path) -> None:
+    model = small.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    place = {"weight": "host", "grad": "host", "state": "host"}
+    needed = overspill.plan(model, optimizer, place=place).peak("host")
+    model, optimizer = overspill.prepare(model, optimizer, place=place, host=needed)
+    train(model, optimizer, 1)
+    assert model.state_dict() and optimizer.state_dict()
 
 
 def test_all_weights_at_once_beyond_the_gpu_budget(tmp_path: Path) -> None:
@@ -180,7 +186,7 @@ BAD = [
     *[{"activations": x} for x in ("drop", True, "recompute")],
     *[{"micro_batches": x} for x in (0, -1, 1.0, "2", True, None)],
     *[{"kernels": x} for x in ("cuda", None)],
-    *[{"separable": x} for x in (False, "yes", 1)],
+    *[{"separable": x} for x in ("yes", 1)],
     *[{"weights": "folder"}, {"mesh": "mesh"}],
     *[{"place": x} for x in ("host", ["host"], {"weights": "host"}, {"weight": "gpu"}, {"weight": None}, 3)],
 ]
@@ -473,3 +479,42 @@ def test_an_update_that_fails(place, tmp_path: Path) -> None:
         train(model, optimizer, 2)
     Failing.fails = False
     stopped_for_good(model, optimizer)
+
+
+@pytest.mark.parametrize("value", ["", [""], {"": "1MiB"}])
+def test_an_empty_nvme_path(value: Any) -> None:
+    model = small.build()
+    with pytest.raises(OptionError, match="found an empty path; leave it out"):
+        overspill.prepare(model, adamw(model), nvme=value)
+
+
+def test_a_fraction_as_text() -> None:
+    model = small.build()
+    with pytest.raises(OptionError, match=r"expected gpu= as .* fraction, found '0.5'"):
+        overspill.prepare(model, adamw(model), gpu="0.5")
+
+
+@everywhere
+def test_state_dicts_of_the_users_own_optimizer(place, tmp_path: Path) -> None:
+    model = small.build()
+    own = adamw(model)
+    model, optimizer = overspill.prepare(model, own, place=place, nvme=tmp_path)
+    for use in (own.state_dict, lambda: own.load_state_dict(optimizer.state_dict())):
+        with pytest.raises(StateError, match="use the returned one"):
+            use()
+    overspill.close(model)
+    own.load_state_dict(own.state_dict())
+
+
+def test_a_trace_into_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    model, _ = prepare(HERE, tmp_path)
+    with pytest.raises(OptionError, match="make the folder"), overspill.trace(model, tmp_path / "no" / "trace.json"):
+        raise AssertionError("refused before anything ran")
+
+
+def test_what_is_cast_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4).double(), nn.Linear(4, 4))
+    overspill.prepare(model, adamw(model))
+    assert [r.getMessage() for r in caplog.records if "cast" in r.message] == [
+        "parameters of float64 are cast to torch.float32, which is what precision= asks for"
+    ]
