@@ -1,4 +1,4 @@
-# A fresh clone needs python3 (>= 3.11) with pip and venv, and a C++ compiler; everything else is set up here.
+# A fresh clone needs python3 (>= 3.11) with pip and venv; everything else is set up here.
 PYTHON ?= python3
 VENV ?= .venv
 GPU_PYTHON ?= python3

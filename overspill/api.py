@@ -20,7 +20,7 @@ from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine
 from overspill.runtime.optimizer import SpilledOptimizer, read_state
 from overspill.runtime.parts import Parts, Tiers, build
-from overspill.specs import ROLES, Budget, TierName
+from overspill.specs import ROLES, Budget, TierName, human
 from overspill.tiers import (
     HostTier,
     NullTier,
@@ -221,9 +221,11 @@ def _say_what_is_cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _compute_device(model: nn.Module) -> torch.device:
     """Where the model is, if that is a GPU; else the GPU, if there is one; else plain memory."""
-    for p in model.parameters():
-        if p.device.type == "cuda":
-            return p.device
+    gpus = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    if len(gpus) > 1:
+        raise ModelError(f"expected a model on one GPU or in host memory, found one spread over {len(gpus)}; move it")
+    if gpus:
+        return gpus.pop()
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -276,7 +278,7 @@ def _plan(
         laid_out = lay_out(model, probe.bytes_of, dtype, chosen.place.page_bytes)
         if chosen.place.model != laid_out.spec:
             raise OptionError("expected place= to be a plan of this model and optimizer, found one of another")
-        return laid_out, dataclasses.replace(chosen.place, budget=budget)
+        return laid_out, _within(chosen.place, budget, chosen)
     if chosen.place and "nvme" in chosen.place.values() and not chosen.nvme:
         raise OptionError('expected nvme= with place= on nvme, found none; give a path on a fast disk: nvme="/scratch"')
     dtypes = {"weight": chosen.precision, "gradient": chosen.precision, "state": "as the optimizer makes it"}
@@ -289,6 +291,20 @@ def _plan(
             refused = error
     assert refused is not None, "there is at least one page size"
     raise refused
+
+
+def _within(made: Plan, budget: Budget, chosen: Options) -> Plan:
+    """A plan made earlier, in the budgets that are given now; "auto" keeps those that it was made for."""
+    device = made.budget.device if chosen.gpu == "auto" else budget.device
+    host = made.budget.host if chosen.host == "auto" else budget.host
+    now = Budget(device, host, budget.nvme)
+    for tier, limit in (("device", now.device), ("host", now.host), ("nvme", now.nvme)):
+        if made.peaks[tier] > limit:
+            raise BudgetError(
+                f"expected a plan within the {tier} budget of {human(limit)}, found one with a peak of "
+                f"{human(made.peaks[tier])}; plan anew with this budget, or raise it"
+            )
+    return dataclasses.replace(made, budget=now)
 
 
 def _budget(chosen: Options, device: torch.device, machine: Mapping[str, int] | None) -> Budget:
@@ -318,10 +334,11 @@ def _build(
     (laid_out, made), (chosen, device) = what, how
     with ExitStack() as undo:
         tiers = _tiers(model, made, parse_nvme(chosen.nvme), device.type == "cuda", undo)
+        units, executor, grads, states, updates, recorder = build(laid_out, made.program, tiers, optimizer, device)
         undo.pop_all()
-    for buffer in model.buffers():
+    buffers = tuple((buffer, buffer.device) for buffer in model.buffers())
+    for buffer, _ in buffers:
         buffer.data = buffer.data.to(device)
-    units, executor, grads, states, updates, recorder = build(laid_out, made.program, tiers, optimizer, device)
     keep_no_freed_memory(device)
     arena = tiers.get("host")
     if isinstance(arena, HostTier) and device.type == "cuda":
@@ -329,6 +346,7 @@ def _build(
     activations = made.bytes_of("device", "activations")
     parts = Parts(
         layout=laid_out,
+        buffers=buffers,
         dtype=DTYPES[chosen.precision],
         budget=made.budget,
         owned=Budget(**{**made.peaks, "device": made.peak("device") - activations}),

@@ -22,6 +22,9 @@ from typing import NamedTuple
 
 from overspill.specs import Limits, ModelSpec, Phase, Placement, TierName
 
+LOOK_AHEAD = 4  # needs that are looked at for fetching ahead; how much is fetched, the window says
+MEMORY = 4096  # needs of one step that are remembered; a loop that never steps has no end
+
 
 class Kind(StrEnum):
     """What an op does. The words after the dash say what it means for device memory."""
@@ -197,12 +200,9 @@ def react(program: Program, state: State, event: Event) -> tuple[State, list[Op]
     return state, ops
 
 
-def lane_up(tier: TierName) -> Lane:
-    return Lane.READ if tier == "nvme" else Lane.UP
-
-
-def lane_down(tier: TierName) -> Lane:
-    return Lane.WRITE if tier == "nvme" else Lane.DOWN
+def _lanes(tier: TierName) -> tuple[Lane, Lane]:
+    """Who carries bytes from a home tier to the device, and who carries them back."""
+    return (Lane.READ, Lane.WRITE) if tier == "nvme" else (Lane.UP, Lane.DOWN)
 
 
 def _need(program: Program, state: State, event: Need, ops: list[Op]) -> State:
@@ -231,7 +231,7 @@ def _advance(state: State, event: Need) -> State:
         if unit in expected[cursor:]:
             cursor = expected.index(unit, cursor) + 1
         past = seen.get(event.phase, ())
-        if not past or past[-1] != unit:
+        if (not past or past[-1] != unit) and len(past) < MEMORY:
             seen[event.phase] = (*past, unit)
     return replace(state, cursor=cursor, seen=seen, phase=event.phase)
 
@@ -248,7 +248,7 @@ def _bring(program: Program, state: State, unit: int, keep: frozenset[int], ops:
         return state
     home, nbytes = program.placements[unit].weight, program.model.units[unit].weight_bytes
     state = _make_room(program, state, nbytes, keep, ops)
-    ops.append(Op(Kind.FETCH, lane_up(home), unit, nbytes=nbytes, waits=(Key(Kind.STORE, unit),)))
+    ops.append(Op(Kind.FETCH, _lanes(home)[0], unit, nbytes=nbytes, waits=(Key(Kind.STORE, unit),)))
     return replace(state, here=(*state.here, unit))
 
 
@@ -282,14 +282,14 @@ def _write_home(program: Program, state: State, unit: int, ops: list[Op]) -> Sta
     if unit not in state.changed:
         return state
     home, nbytes = program.placements[unit].weight, program.model.units[unit].weight_bytes
-    ops.append(Op(Kind.STORE, lane_down(home), unit, nbytes=nbytes, waits=(Key(Kind.FETCH, unit),)))
+    ops.append(Op(Kind.STORE, _lanes(home)[1], unit, nbytes=nbytes, waits=(Key(Kind.FETCH, unit),)))
     return replace(state, changed=state.changed - {unit})
 
 
 def _prefetch(program: Program, state: State, keep: frozenset[int], ops: list[Op]) -> State:
     """Fetch what is expected next, as long as it displaces nothing that is expected sooner."""
     upcoming = state.expected.get(state.phase, ())[state.cursor :]
-    for position, unit in enumerate(upcoming[:4]):
+    for position, unit in enumerate(upcoming[:LOOK_AHEAD]):
         if not program.away(unit) or unit in state.here:
             continue
         sooner = keep | frozenset(upcoming[:position])
@@ -314,7 +314,7 @@ def _update(program: Program, state: State, unit: int, ops: list[Op]) -> State:
         ops.append(Op(Kind.UPDATE, Lane.COMPUTE, unit, page, waits=(Key(Kind.FETCH, unit), *waits)))
         home = program.placements[unit].state
         if home != "device" and pages[page].state_bytes:
-            ops.append(Op(Kind.STATE_STORE, lane_down(home), unit, page, pages[page].state_bytes))
+            ops.append(Op(Kind.STATE_STORE, _lanes(home)[1], unit, page, pages[page].state_bytes))
     state = replace(state, pending=state.pending - {unit})
     if program.away(unit):
         state = _write_home(program, replace(state, changed=state.changed | {unit}), unit, ops)
@@ -330,10 +330,10 @@ def _stage(program: Program, state: State, unit: int, page: int, ops: list[Op]) 
         state = _drop_page(state, ops)
     if placement.state != "device" and spec.state_bytes:
         stored = (Key(Kind.STATE_STORE, unit, page),)
-        ops.append(Op(Kind.STATE_FETCH, lane_up(placement.state), unit, page, spec.state_bytes, stored))
+        ops.append(Op(Kind.STATE_FETCH, _lanes(placement.state)[0], unit, page, spec.state_bytes, stored))
     if placement.grad != "device" and spec.grad_bytes:
         waits = tuple(Key(Kind.GRAD_STORE, unit, i) for i in range(spec.first, spec.last))
-        ops.append(Op(Kind.PAGE_GRADS, lane_up(placement.grad), unit, page, spec.grad_bytes, waits))
+        ops.append(Op(Kind.PAGE_GRADS, _lanes(placement.grad)[0], unit, page, spec.grad_bytes, waits))
     return replace(state, staged=(*state.staged, (unit, page)))
 
 
@@ -358,11 +358,11 @@ def _grad(program: Program, state: State, event: Grad, ops: list[Op]) -> State:
     if not event.first:
         stored, fetched = Key(Kind.GRAD_STORE, unit, param), Key(Kind.GRAD_FETCH, unit, param)
         if (unit, param) not in state.leaving:
-            ops.append(Op(Kind.GRAD_FETCH, lane_up(home), unit, param, nbytes, (stored,)))
+            ops.append(Op(Kind.GRAD_FETCH, _lanes(home)[0], unit, param, nbytes, (stored,)))
         ops.append(Op(Kind.GRAD_ADD, Lane.COMPUTE, unit, param, nbytes, (stored, fetched)))
         state = replace(state, leaving=tuple(k for k in state.leaving if k != (unit, param)))
     ops.append(Op(Kind.GRAD_NORM, Lane.COMPUTE, unit, param))
-    ops.append(Op(Kind.GRAD_STORE, lane_down(home), unit, param, nbytes))
+    ops.append(Op(Kind.GRAD_STORE, _lanes(home)[1], unit, param, nbytes))
     return replace(state, leaving=(*(k for k in state.leaving if k != (unit, param)), (unit, param)))
 
 

@@ -141,16 +141,15 @@ def _train_spilled(
     zero = zero_point(corpus, device, settings.nvme)
     model = build_model(settings)
     own = build_optimizer(model, settings)
-    model, optimizer = overspill.prepare(
-        model,
-        own,
-        gpu=budget(settings.gpu),
-        host=budget(settings.host),
-        nvme=list(settings.nvme) or None,
-        micro_batches=settings.micro_batches,
-    )
-    plan = optimizer.report()["plan"]
+    keywords: dict[str, Any] = {
+        "gpu": budget(settings.gpu),
+        "host": budget(settings.host),
+        "nvme": list(settings.nvme) or None,
+        "micro_batches": settings.micro_batches,
+    }
+    plan = overspill.plan(model, own, **keywords)
     print(plan, flush=True)
+    model, optimizer = overspill.prepare(model, own, place=plan, **keywords)
     folder.write_plan(plan.to_json(), settings.to_dict())
     meter = Meter(device, plan.peak("host"), settings.nvme, zero)
     meter.start()

@@ -38,6 +38,11 @@ class Copies:
         if not self._modules:
             self._made.clear()
 
+    def forget(self) -> None:
+        """Training goes on: a state dict that broke off with an error is over."""
+        self._modules.clear()
+        self._made.clear()
+
     def of(self, p: nn.Parameter) -> Tensor | None:
         """The parameter's copy, or None when no state dict is being made."""
         if not self._modules:

@@ -48,6 +48,7 @@ class Engine:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The root is called: look whether the model is still the same, bring the inputs."""
         self._watch.check()
+        self.residency.copies.forget()
         self.executor(Begin(self.residency.phase))
         device, dtype = self.executor.lanes.device, self.parts.dtype
         return cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
@@ -70,6 +71,7 @@ class Engine:
         """Take the gradients that are there; every unit's update is due before its next use."""
         self.check_open()
         self._watch.check()
+        self.residency.copies.forget()
         self._settle(tuple(sorted(self.executor.state.pending)))
         jobs: dict[int, list[Job]] = {}
         for group in groups:
@@ -85,10 +87,10 @@ class Engine:
             self.parts.updates.put(unit, tuple(todo))
         self.executor(Step(frozenset(jobs), self.residency.held()))
         self.residency.forget()
-        viewed = tuple(u for u in jobs if self.units[u].viewed and self.units[u].here)
-        if viewed:
-            # Whoever holds views of weights would see them before their update.
-            self._settle(viewed)
+        seen = tuple(u for u in jobs if self.residency.full or (self.units[u].viewed and self.units[u].here))
+        if seen:
+            # Whoever holds views of weights, or has them all open, would see them before their update.
+            self._settle(seen)
         self.measures.tick()
 
     def _due(self, params: list[nn.Parameter]) -> dict[int, list[Due]]:
@@ -145,6 +147,8 @@ class Engine:
         for index in range(len(self.units)):
             self.residency.need((index,))
             self._give_back(index)
+        for buffer, device in self.parts.buffers:
+            buffer.data = buffer.data.to(device)
         self.executor.finish()
         self.closed = True
         self.executor.lanes.close()

@@ -1,8 +1,11 @@
 """The executor: folds the program over events and hands each op to its lane. It decides nothing."""
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
+
+import torch
 
 from overspill.errors import StateError
 from overspill.program import Event, Key, Kind, Lane, Op, Program, react, start
@@ -25,20 +28,30 @@ class Executor:
         self._handlers: dict[Kind, Handler] = {}
         self._tickets = Tickets()
         self._failed: BaseException | None = None
+        self._pid = os.getpid()
 
     def handle(self, handlers: dict[Kind, Handler]) -> None:
         self._handlers |= handlers
 
     def __call__(self, event: Event) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(
+                "expected a prepared model to be used in the process that prepared it, found a forked one, which has "
+                "neither its lanes nor its host memory; hand plain tensors to workers"
+            )
         if self._failed is not None:
             raise StateError(
                 f"expected an engine that runs, found that it stopped at an earlier error ({self._failed!r}) with some "
                 "of its weights updated and some not; prepare anew, from a checkpoint"
             )
         self.state, ops = react(self.program, self.state, event)
+        if not ops:
+            return
         try:
-            for op in ops:
-                self._run(op)
+            # The caller may evaluate in inference mode; what is allocated here is used outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                for op in ops:
+                    self._run(op)
         except BaseException as error:
             self._failed = error
             raise

@@ -60,6 +60,14 @@ class GradHandle(torch.Tensor):
         return _memory(self).untyped_storage()  # type: ignore[no-any-return]
 
     @property
+    def data(self) -> Tensor:
+        return Tensor.detach(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.copy_(value)
+
+    @property
     def generation(self) -> Generation:
         return self._cell[0]
 
@@ -70,8 +78,8 @@ class GradHandle(torch.Tensor):
         kwargs = kwargs or {}
         packet = func.overloadpacket
         first = args[0] if args else None
-        if isinstance(first, list | tuple) and packet.__name__ in ON_LISTS:
-            return ON_LISTS[packet.__name__](func, args, kwargs)
+        if isinstance(first, list | tuple):
+            return _on_lists(packet.__name__)(func, args, kwargs)
         if isinstance(first, GradHandle):
             if packet is aten.detach:
                 return GradHandle(first._cell, first._book, first.device)
@@ -173,6 +181,19 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         func([value], *args[1:])
         if isinstance(x, GradHandle):
             x.copy_(value)
+
+
+def _on_lists(name: str) -> Callable[..., Any]:
+    changes = name.startswith("_foreach_") and name.endswith("_")
+    return ON_LISTS.get(name, _one_by_one if changes else _at_once)
+
+
+def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Any other change in place: at once, but never with more than one gradient on the device."""
+    for i in range(len(args[0])):
+        each = [[a[i]] if isinstance(a, list | tuple) else a for a in args]
+        named = {k: [a[i]] if isinstance(a, list | tuple) else a for k, a in kwargs.items()}
+        _at_once(func, tuple(each), named)
 
 
 ON_LISTS: dict[str, Callable[..., Any]] = {

@@ -39,7 +39,7 @@ class Calls(Protocol):
     """Hears of calls of modules and of their backward."""
 
     def enter(self, units: tuple[int, ...]) -> None: ...
-    def exit(self, units: tuple[int, ...]) -> tuple[int, ...]: ...
+    def exit(self, units: tuple[int, ...], output: Any) -> tuple[int, ...]: ...
     def backward(self, units: tuple[int, ...]) -> None: ...
 
 
@@ -108,7 +108,7 @@ def _on_call(module: nn.Module, units: tuple[int, ...], listener: Calls) -> list
 
     def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         begin = first.pop()
-        ended = listener.exit(units) if begin is not None else ()
+        ended = listener.exit(units, output) if begin is not None else ()
         if begin is None or not ended or not torch.is_grad_enabled():
             return
         made = next_node() - begin

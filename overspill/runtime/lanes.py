@@ -24,14 +24,15 @@ DEVICE_CYCLES_PER_SECOND = 1_500_000_000
 class Ticket:
     """See Note [Tickets]."""
 
-    def __init__(self, future: "Future[torch.cuda.Event | None]") -> None:
+    def __init__(self, future: "Future[torch.cuda.Event | None]", device: torch.device) -> None:
         self._future = future
+        self._device = device
 
     def wait(self) -> None:
         """Make what the current stream (on the CPU: the current thread) does next come after this work."""
         event = self._future.result()
         if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+            torch.cuda.current_stream(self._device).wait_event(event)
 
     def finish(self) -> None:
         """Block until the work is done."""
@@ -72,7 +73,7 @@ class Lanes:
         if self.device.type == "cuda":
             here = torch.cuda.Event()
             here.record(torch.cuda.current_stream(self.device))
-        return Ticket(thread.submit(self._run, op, work, waits, here))
+        return Ticket(thread.submit(self._run, op, work, waits, here), self.device)
 
     def _run(
         self, op: Op, work: Work, waits: Sequence[Ticket], here: torch.cuda.Event | None
@@ -101,7 +102,8 @@ class Lanes:
         if not seconds:
             return
         if self.device.type == "cuda":
-            torch.cuda._sleep(int(seconds * DEVICE_CYCLES_PER_SECOND))
+            with torch.cuda.device(self.device):
+                torch.cuda._sleep(int(seconds * DEVICE_CYCLES_PER_SECOND))
         else:
             time.sleep(seconds)
 

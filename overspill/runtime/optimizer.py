@@ -56,7 +56,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
         self._user_step = vars(optimizer).get("step")
         optimizer.step = _refuse_step  # type: ignore[assignment,method-assign]
         optimizer.state_dict = _refuse_state_dict  # type: ignore[method-assign]
-        optimizer.load_state_dict = _refuse_state_dict  # type: ignore[method-assign]
+        optimizer.load_state_dict = _refuse_state_dict  # type: ignore[assignment,method-assign]
 
     @property
     def state(self) -> StateView:  # type: ignore[override]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from overspill.errors import BudgetError
 from overspill.program import Program
@@ -27,6 +28,8 @@ class Parts:
     """Everything that works for one engine."""
 
     layout: Layout
+    buffers: tuple[tuple[Tensor, torch.device], ...]
+    """The model's buffers and where they came from."""
     dtype: torch.dtype
     budget: Budget
     owned: Budget
@@ -48,6 +51,16 @@ class Parts:
             raise BudgetError(
                 f"expected room for {human(nbytes)} of copies in host memory for {what}, found {human(room)} "
                 "available; read parameter by parameter (p.detach().cpu(), overspill.state(p)), or stop what else runs"
+            )
+
+    def check_room(self, nbytes: int) -> None:
+        """Refuse a use of parameters that needs more weights on the device at once than the budget has room for."""
+        room = self.budget.device - self.owned.device + self.executor.program.limits.window
+        if nbytes > room:
+            raise BudgetError(
+                f"expected a use of parameters that fits the device budget, found one that needs {human(nbytes)} of "
+                f"weights there at once, with room for {human(room)}; use fewer parameters at a time, let go of views "
+                "and graphs that are held, or raise gpu="
             )
 
     def check_full(self, nbytes: int) -> None:
@@ -77,19 +90,30 @@ def build(
 
 
 def _adopt(layout: Layout, program: Program, tiers: Tiers, device: torch.device) -> list[Unit]:
-    """One unit after the other, so that never more than one is in two places."""
-    units = []
-    for index, spec in enumerate(program.model.units):
-        tier = tiers.get(program.placements[index].weight)
-        home = tier.reserve(spec.weight_bytes) if tier is not None else None
-        unit = Unit(spec, layout.params[index], device, home)
-        if tier is not None and home is not None:
-            tier.store(home, unit.flat)
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
-            unit.shrink()
-        units.append(unit)
+    """One unit after the other, so that never more than one is in two places. If one fails, all are given back."""
+    units: list[Unit] = []
+    try:
+        for index, spec in enumerate(program.model.units):
+            tier = tiers.get(program.placements[index].weight)
+            home = tier.reserve(spec.weight_bytes) if tier is not None else None
+            units.append(Unit(spec, layout.params[index], device, home))
+            if tier is not None and home is not None:
+                _move_out(units[-1], tier, home, device)
+    except BaseException:
+        for unit in reversed(units):
+            if unit.home is not None and not unit.here:
+                unit.grow()
+                tiers[unit.home.tier].load(unit.home, unit.flat)  # type: ignore[index]
+            unit.give_back()
+        raise
     return units
+
+
+def _move_out(unit: Unit, tier: Tier, home: Slot, device: torch.device) -> None:
+    tier.store(home, unit.flat)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    unit.shrink()
 
 
 def _grad_slots(program: Program, tiers: Tiers) -> Sequence[Sequence[Slot | None]]:

@@ -9,12 +9,14 @@ of the backward node that is running: recomputing its saved tensors may call oth
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from overspill.errors import ModelError
 from overspill.program import Mark, Need
+from overspill.runtime import hooks
 from overspill.runtime.copies import Copies
 from overspill.runtime.door import Closed, Open, register
 from overspill.runtime.parts import Parts
@@ -28,12 +30,14 @@ class Residency:
     def __init__(self, model: nn.Module, parts: Parts) -> None:
         self._model = model
         self._executor = parts.executor
+        self._check_room = parts.check_room
         self._units = parts.units
         self._places = {id(p): (u, i) for u, unit in enumerate(self._units) for i, p in enumerate(unit.params)}
         self._depth = [0] * len(self._units)
         self._versions: dict[int, list[int]] = {}
         self._visited: set[int] = set()
-        self._full = False
+        self.full = False
+        """All units are open, and none may leave."""
         self._last: tuple[int, ...] = ()
         self._behind: tuple[int, ...] = ()
         """What the running backward node, or the last one, asked for."""
@@ -61,7 +65,7 @@ class Residency:
 
     def held(self) -> frozenset[int]:
         """See Note [Who is open when]."""
-        if self._full:
+        if self.full:
             return frozenset(range(len(self._units)))
         self._visited = {u for u in self._visited if self._units[u].viewed}
         running = self._behind if torch._C._current_graph_task_id() != -1 else ()
@@ -91,21 +95,26 @@ class Residency:
                     self._versions[u] = [p._version for p in self._units[u].params]
             self._depth[u] += 1
 
-    def exit(self, units: tuple[int, ...]) -> tuple[int, ...]:
-        """The units whose outermost call ends here and whose weights may leave the device."""
+    def exit(self, units: tuple[int, ...], output: Any = None) -> tuple[int, ...]:
+        """The units whose outermost call ends here and whose weights may leave the device; with them those that are
+        open further up, because a caller may have handed its own weights down."""
         ended = []
         for u in units:
             self._depth[u] -= 1
             if self._depth[u] != 0:
                 self._depth[u] = max(self._depth[u], 0)
                 continue
-            if not self._full:
+            if not self.full:
                 _set_class(self._units[u], Closed)
             if self._executor.program.away(u):
                 ended.append(u)
                 if self._versions.pop(u) != [p._version for p in self._units[u].params]:
                     self._executor(Mark((u,), written=True))
-        return tuple(ended)
+                if _escapes(self._units[u], output):
+                    self._visited.add(u)
+                    self._executor(Mark((u,), pin=torch.is_grad_enabled(), written=True))
+        away = self._executor.program.away
+        return (*ended, *(u for u, depth in enumerate(self._depth) if depth and away(u))) if ended else ()
 
     def backward(self, units: tuple[int, ...]) -> None:
         self._behind = units
@@ -119,7 +128,10 @@ class Residency:
     # --- uses of closed and open parameters (door.Keeper)
 
     def visit(self, params: list[nn.Parameter]) -> None:
-        self.need(tuple(dict.fromkeys(self.place_of(p)[0] for p in params)))
+        units = tuple(dict.fromkeys(self.place_of(p)[0] for p in params))
+        kept = self.held() | self._executor.state.pinned | set(units)
+        self._check_room(sum(self._units[u].nbytes for u in kept if self._executor.program.away(u)))
+        self.need(units)
 
     def leave(self, params: list[nn.Parameter], graph: bool, written: bool) -> None:
         units = tuple(dict.fromkeys(self.place_of(p)[0] for p in params))
@@ -144,14 +156,14 @@ class Residency:
     def all_open(self) -> Iterator[None]:
         """Every unit on the device and open; what lives elsewhere counts as written."""
         every = range(len(self._units))
-        self._full = True
+        self.full = True
         try:
             for u in every:
                 self.need((u,))
                 _set_class(self._units[u], Open)
             yield
         finally:
-            self._full = False
+            self.full = False
             here = self._executor.state.here
             self._visited.update(here)
             self._executor(Mark(here, written=True))
@@ -163,3 +175,10 @@ class Residency:
 def _set_class(unit: Unit, cls: type[nn.Parameter]) -> None:
     for p in unit.params:
         p.__class__ = cls
+
+
+def _escapes(unit: Unit, output: Any) -> bool:
+    """Whether a call hands out views of its own weights: whoever uses them later is not seen asking for the unit."""
+    memory = unit.flat.untyped_storage()._cdata
+    strided = (t for t in hooks.tensors_in(output) if t.layout is torch.strided and not t.is_nested)
+    return any(Tensor.untyped_storage(t)._cdata == memory for t in strided)

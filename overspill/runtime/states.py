@@ -147,6 +147,8 @@ class States:
             if home is not None:
                 self._filled.add((unit, page))
                 home[0].store(home[1], self._staged.pop((unit, page)))
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()
 
     def _page_of(self, unit: int, param: int) -> Tensor:
         pages = self._units[unit].pages

@@ -84,7 +84,9 @@ class Updates:
 
     def _load(self, generation: Generation, value: Tensor) -> Work:
         home = self._grads.home(generation.unit, generation.param)
-        here = torch.zeros_like(value) if generation.zero else generation.value
+        here = generation.value
+        if generation.zero:
+            return lambda: _zero(value)
         if here is not None:
             return lambda: _copy(value, here)
         assert home is not None, f"the gradient of {generation.spec.name} has no bytes"
@@ -142,6 +144,7 @@ class Updates:
                 state = self._states.lend(op.unit, i, page)
                 if state:
                     runner.state[p] = state
+            counts = _counts(runner)
             try:
                 runner.step()
             finally:
@@ -151,6 +154,7 @@ class Updates:
                     p.__class__ = cls
             for i, (p, _, _) in kept.items():
                 self._states.take_back(op.unit, i, page, runner.state.get(p, {}))
+        _refuse_changed_group(type(runner).__name__, counts, _counts(runner))
         runner.state.clear()
         runner.param_groups = []
 
@@ -164,6 +168,15 @@ class Updates:
 
 def _copy(to: Tensor, source: Tensor) -> None:
     to.copy_(source)
+
+
+def _zero(t: Tensor) -> None:
+    t.zero_()
+
+
+def _counts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Numbers that an optimizer keeps on itself."""
+    return {f"self.{k}": v for k, v in vars(optimizer).items() if isinstance(v, int | float) and k != "_opt_called"}
 
 
 def _refuse_changed_group(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

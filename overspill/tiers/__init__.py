@@ -9,7 +9,7 @@ May be imported here: `overspill.errors`, `specs`, `config`, `trace`, this folde
 - staging: the small page-aligned arenas through which bytes pass on their way to and from a file.
 """
 
-from overspill.tiers.base import Slot, Tier, aligned
+from overspill.tiers.base import Slot, Tier
 from overspill.tiers.device import keep_no_freed_memory
 from overspill.tiers.host import HostTier
 from overspill.tiers.null import NullTier
@@ -22,7 +22,6 @@ __all__ = [
     "NvmeTier",
     "Slot",
     "Tier",
-    "aligned",
     "device_available",
     "disk_free",
     "host_available",

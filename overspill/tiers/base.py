@@ -38,11 +38,6 @@ class Tier(Protocol):
         """Give everything back. May be called twice."""
 
 
-def aligned(nbytes: int, to: int) -> int:
-    """The smallest multiple of `to` that is not below `nbytes`."""
-    return -(-nbytes // to) * to
-
-
 def check_bytes(tier: str, slot: Slot, tensor: Tensor) -> None:
     """Assert that `tensor` may be moved from or to `slot` by the tier of this name."""
     assert slot.tier == tier, f"a slot of tier {slot.tier!r} was given to tier {tier!r}"

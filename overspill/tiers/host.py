@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from overspill.errors import BudgetError, StateError, TierError
-from overspill.tiers.base import Slot, aligned, check_bytes, no_room
+from overspill.specs import align
+from overspill.tiers.base import Slot, check_bytes, no_room
 from overspill.tiers.probe import host_available
 
 _ALIGNMENT = 512
@@ -34,7 +35,7 @@ class Arena:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = aligned(nbytes, mmap.PAGESIZE)
+        self.nbytes = align(nbytes, mmap.PAGESIZE)
         self.pinned = False
         self.view = memoryview(bytearray())
         self.tensor = torch.empty(0, dtype=torch.uint8)  # uint8 [nbytes], host
@@ -52,7 +53,7 @@ class Arena:
 
     def touch(self, start: int) -> None:
         """Fault in the pages behind `start`, before locking would do so with no way to stop before the OOM killer."""
-        _touch(self.tensor[aligned(start, mmap.PAGESIZE) :])
+        _touch(self.tensor[align(start, mmap.PAGESIZE) :])
 
     def pin(self) -> None:
         """Page-lock it for cuda; where that fails, one line is logged and copies are slower."""
@@ -96,7 +97,7 @@ class HostTier:
 
     def reserve(self, nbytes: int) -> Slot:
         """Hand out a place at a multiple of 512 bytes; TierError when the capacity is exceeded."""
-        offset = aligned(self._used, _ALIGNMENT)
+        offset = align(self._used, _ALIGNMENT)
         if offset + nbytes > self.capacity:
             raise TierError(no_room(self.name, self.capacity, self._used, nbytes))
         self._used = offset + nbytes

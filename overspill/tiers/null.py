@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from overspill.tiers.base import Slot, aligned, check_bytes
+from overspill.specs import align
+from overspill.tiers.base import Slot, check_bytes
 
 _ALIGNMENT = 512
 
@@ -18,7 +19,7 @@ class NullTier:
 
     def reserve(self, nbytes: int) -> Slot:
         """Hand out a place that does not exist."""
-        offset = aligned(self._used, _ALIGNMENT)
+        offset = align(self._used, _ALIGNMENT)
         self._used = offset + nbytes
         return Slot(self.name, nbytes, offset)
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from overspill.errors import StateError, TierError
-from overspill.tiers.base import Slot, aligned, check_bytes, no_room
+from overspill.specs import align
+from overspill.tiers.base import Slot, check_bytes, no_room
 from overspill.tiers.host import Arena
 from overspill.tiers.probe import disk_free
 from overspill.tiers.spillfile import BLOCK, SpillFile, sweep
@@ -61,12 +62,12 @@ class _Staging:
 
     def view(self, chunk: _Chunk) -> memoryview:
         """The same, up to the next whole block."""
-        return self._arena.view[chunk.half * self._half :][: aligned(chunk.nbytes, BLOCK)]
+        return self._arena.view[chunk.half * self._half :][: align(chunk.nbytes, BLOCK)]
 
     def start(self, move: Callable[[memoryview, int], None], chunk: _Chunk, offset: int) -> list[Future[None]]:
         """Let the io threads `move` the chunk's half, which lies at `offset` of the file."""
         view = self.view(chunk)
-        piece = max(_PIECE, aligned(-(-len(view) // _IO_THREADS), BLOCK))
+        piece = max(_PIECE, align(-(-len(view) // _IO_THREADS), BLOCK))
         return [
             self._pool.submit(move, view[begin : begin + piece], offset + begin) for begin in range(0, len(view), piece)
         ]
@@ -93,7 +94,7 @@ class NvmeTier:
         for path, _limit in paths:
             _check_folder(path)
             sweep(path)
-        total = aligned(capacity, BLOCK)
+        total = align(capacity, BLOCK)
         self._limits = [total if limit is None else min(total, limit // BLOCK * BLOCK) for _path, limit in paths]
         shares = spread(total, _rooms(paths, self._limits))
         if sum(shares) < total:
@@ -121,7 +122,7 @@ class NvmeTier:
             raise TierError(no_room(self.name, self.capacity, used, nbytes))
         if nbytes == 0:
             return Slot(self.name, 0, 0)
-        need = aligned(nbytes, BLOCK)
+        need = align(nbytes, BLOCK)
         file = max(range(len(self._files)), key=self._tail)
         if self._tail(file) < need:
             file = self._gather(need)
@@ -209,7 +210,7 @@ def spread(amount: int, rooms: Sequence[int]) -> list[int]:
     shares = [0] * len(rooms)
     left = amount
     for done, file in enumerate(sorted(range(len(rooms)), key=rooms.__getitem__)):
-        even = aligned(-(-left // (len(rooms) - done)), BLOCK)
+        even = align(-(-left // (len(rooms) - done)), BLOCK)
         shares[file] = min(rooms[file] // BLOCK * BLOCK, even, left)
         left -= shares[file]
     return shares

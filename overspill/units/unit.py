@@ -22,7 +22,7 @@ class Unit:
         self.spec = spec
         self.params = params
         self.home = home
-        self.came_from = tuple((p.device, p.dtype) for p in params)
+        self.came_from = tuple(p.device for p in params)
         with torch.inference_mode(False):
             self.flat = torch.empty(spec.weight_bytes, dtype=torch.uint8, device=device)
         self._point([p.data for p in params])
@@ -74,7 +74,7 @@ class Unit:
     def give_back(self) -> None:
         """Every parameter gets bytes of its own again, on the device it came from. The unit must be here."""
         with torch.no_grad():
-            for p, (device, _) in zip(self.params, self.came_from, strict=True):
+            for p, device in zip(self.params, self.came_from, strict=True):
                 value = p.detach()
                 data = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=device)
                 set_data(p, data.copy_(value))
