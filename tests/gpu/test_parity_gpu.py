@@ -119,6 +119,74 @@ def test_reserved_memory_stays_within_the_plan(budget: str) -> None:
     assert differing(weights(model), expected) == []
 
 
+@pytest.mark.parametrize("kind", [Kind.PAGE_GRADS, Kind.UPDATE, None])
+def test_zeroed_gradients_and_skipped_blocks(kind: Kind | None) -> None:
+    delays = {kind: 0.003} if kind else {}
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        stream = on_gpu(small.batches())
+        for step in range(6):
+            batch = next(stream)
+            logits = model(batch["tokens"], skip=step % 4)
+            nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return weights(model)
+
+    plain_model = small.build().cuda()
+    expected = loop(plain_model, torch.optim.AdamW(plain_model.parameters(), lr=1e-3))
+    model = small.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    place = dict.fromkeys(("weight", "grad", "state"), "host")
+    model, optimizer = overspill.prepare(model, optimizer, precision="fp32", place=place)
+    overspill.api._engine(model).executor.lanes.delays.update(delays)
+    assert differing(loop(model, optimizer), expected) == []
+    overspill.close(model)
+
+
+@pytest.mark.parametrize("place", SPREAD, ids=name)
+def test_states_that_are_loaded_and_read_at_once(place: dict[str, str], tmp_path: Path) -> None:
+    plain_model = wide().cuda()
+    own = torch.optim.AdamW(plain_model.parameters(), lr=1e-3)
+    train(plain_model, own, on_gpu(small.batches()), Recipe(steps=2), small.loss_of)
+    saved = own.state_dict()
+    model = wide()
+    model, optimizer = overspill.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), precision="fp32", place=place, nvme=tmp_path
+    )
+    optimizer.load_state_dict(saved)
+    got = optimizer.state_dict()["state"]
+    for index, state in saved["state"].items():
+        assert all(torch.equal(value.cpu(), got[index][key].cpu()) for key, value in state.items())
+    model.load_state_dict(plain_model.state_dict())
+    losses = train(model, optimizer, small.batches(9), Recipe(steps=2), small.loss_of)
+    assert losses == train(plain_model, own, on_gpu(small.batches(9)), Recipe(steps=2), small.loss_of)
+    overspill.close(model)
+
+
+def test_evaluation_in_inference_mode_right_after_a_step() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        stream, seen = on_gpu(small.batches()), []
+        for _ in range(4):
+            batch = next(stream)
+            small.loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.inference_mode():
+                seen.append(model(batch["tokens"]).cpu())
+        return seen
+
+    plain_model = small.build().cuda()
+    expected = loop(plain_model, torch.optim.AdamW(plain_model.parameters(), lr=1e-3))
+    model = small.build()
+    place = dict.fromkeys(("weight", "grad", "state"), "host")
+    model, optimizer = overspill.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), precision="fp32", place=place
+    )
+    assert all(torch.equal(a, b) for a, b in zip(loop(model, optimizer), expected, strict=True))
+    assert overspill.close(model).shift.device.type == "cpu", "buffers come back with the weights"
+
+
 def test_import_starts_no_context() -> None:
     import subprocess
     import sys
