@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import overspill
+from overspill.program import Kind
 from tests.places import PLACES, mixed_budgets, prepare_tight
 from tests.reference import Recipe, differing, train, weights
 from tests.zoo import ALL, ZOO, Architecture, loss_of
@@ -94,3 +95,22 @@ def test_clipping_acts_on_some_steps_only(name: str) -> None:
     clip = plain(name)[0].clip
     acted = [norm > clip for norm in norms(name, clip)]
     assert True in acted and False in acted
+
+
+@pytest.mark.parametrize("kind", [None, *(pytest.param(kind, marks=pytest.mark.full) for kind in Kind)], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.full)])
+def test_delays_change_no_bit(name: str, kind: Kind | None, tmp_path: Path) -> None:
+    """With recompute, which dropout makes as hard as it can be; the plain loop has the same."""
+    recipe = Recipe(STEPS, 2, clip=1.0)
+    found = []
+    for spill in (False, True):
+        model, optimizer = built(name)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if spill:
+            model, optimizer = prepare_tight(model, optimizer, PLACES["mixed"], tmp_path)
+            delays = {kind: 0.001} if kind else dict.fromkeys(Kind, 0.0002)
+            overspill.api._engine(model).executor.lanes.delays.update(delays)
+        losses = train(model, optimizer, ZOO[name].batches(), recipe, loss_of)
+        found.append((losses, weights(model)))
+    assert found[0][0] == found[1][0]
+    assert differing(found[0][1], found[1][1]) == []
