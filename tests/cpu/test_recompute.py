@@ -24,14 +24,6 @@ AWAY = [*(pytest.param(place, marks=pytest.mark.full) for place in ("host", "nvm
 LossOf = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @dataclass
 class Task:
     """What to train, and how."""

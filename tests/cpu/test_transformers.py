@@ -2,7 +2,6 @@
 
 import functools
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,6 @@ from tests.zoo import ALL, ZOO, Architecture, loss_of
 STEPS, MICRO_BATCHES = 20, 3
 REPRESENTATIVES = ["gpt2", "llama", "qwen2", "bert", "albert", "t5"]
 REPRESENTATIVES += ["vit", "swin", "wav2vec2", "mixtral", "mamba", "clip"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are slower on more, and much slower on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def built(name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
