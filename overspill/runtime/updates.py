@@ -175,8 +175,8 @@ def _zero(t: Tensor) -> None:
 
 
 def _counts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Numbers that an optimizer keeps on itself."""
-    return {f"self.{k}": v for k, v in vars(optimizer).items() if isinstance(v, int | float) and k != "_opt_called"}
+    """Numbers that an optimizer keeps on itself; flags (torch's own check devices once) are none."""
+    return {f"self.{k}": v for k, v in vars(optimizer).items() if type(v) in (int, float)}
 
 
 def _refuse_changed_group(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
@@ -186,7 +186,7 @@ def _refuse_changed_group(name: str, before: Mapping[str, Any], after: Mapping[s
         if after.get(key) is not value and not _equal(after.get(key), value):
             raise ModelError(
                 f"expected {name} to leave its group values alone during a step, found {key!r} changed from {value} to "
-                f"{after.get(key)}; an optimizer that counts in its groups couples all parameters and cannot run "
+                f"{after.get(key)}; an optimizer that counts steps for all couples all parameters and cannot run "
                 "unit by unit"
             )
 
