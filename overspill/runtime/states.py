@@ -52,7 +52,7 @@ class States:
         self._units = units
         self._slots = slots
         self._tiers = tiers
-        self._device = device
+        self.device = device
         self._known: dict[tuple[int, int], dict[str, Any]] = {}
         self._staged: dict[tuple[int, int], Tensor] = {}
         self._filled: set[tuple[int, int]] = set()
@@ -79,7 +79,7 @@ class States:
             return
         nbytes = self._units[unit].pages[page].state_bytes
         if (unit, page) not in self._staged:
-            self._staged[unit, page] = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+            self._staged[unit, page] = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         staged = self._staged[unit, page]
         offset, known = self._region(unit, param, page), {}
         end = offset + self._units[unit].params[param].state_bytes
@@ -109,7 +109,7 @@ class States:
         if key not in self._filled:
             # Nothing to fetch yet; the page is made when the optimizer has made its states, beside no other copy.
             return _nothing
-        page = torch.empty(op.nbytes, dtype=torch.uint8, device=self._device)
+        page = torch.empty(op.nbytes, dtype=torch.uint8, device=self.device)
         self._staged[key] = page
         return lambda: home[0].load(home[1], page)
 
@@ -141,14 +141,14 @@ class States:
         for page, spec in enumerate(self._units[unit].pages):
             home = self.home(unit, page)
             if home is not None:
-                self._staged[unit, page] = torch.zeros(spec.state_bytes, dtype=torch.uint8, device=self._device)
+                self._staged[unit, page] = torch.zeros(spec.state_bytes, dtype=torch.uint8, device=self.device)
             for param in range(spec.first, spec.last):
                 self.take_back(unit, param, page, values.get(param, {}))
             if home is not None:
                 self._filled.add((unit, page))
                 home[0].store(home[1], self._staged.pop((unit, page)))
-                if self._device.type == "cuda":
-                    torch.cuda.current_stream(self._device).synchronize()
+                if self.device.type == "cuda":
+                    torch.cuda.current_stream(self.device).synchronize()
 
     def _page_of(self, unit: int, param: int) -> Tensor:
         pages = self._units[unit].pages

@@ -77,7 +77,7 @@ class Updates:
 
         for _, due in self._of_page(op):
             for d in due:
-                value = staged[d.param] = d.generation.empty(self._states._device)
+                value = staged[d.param] = d.generation.empty(self._states.device)
                 loads.append(self._load(d.generation, value))
         self._staged[op.unit, op.item] = staged
         return load
@@ -117,7 +117,7 @@ class Updates:
         """The gradient with the changes that were made before `step()`."""
         generation, value = due.generation, staged.get(due.param)
         if value is None and generation.zero:
-            value = generation.empty(self._states._device).zero_()
+            value = generation.empty(self._states.device).zero_()
         if value is not None:
             for change in generation.todo[: due.changes]:
                 change(value)
