@@ -67,7 +67,6 @@ class Options:
         for name in ("gpu", "host"):
             parse_size(name, getattr(self, name), there=2**60)
         parse_nvme(self.nvme)
-        parse_nvme(self.nvme)
         _check_place(self.place)
 
 

@@ -45,7 +45,8 @@ def check(found: dict[str, Any], nvme: Path) -> None:
     assert found["stepping"] <= memory - found["activations"] + NOISE, found
     assert found["setting_up"] <= max(memory, found["model"]) + 2 * NOISE, found
     assert found["disk"] <= planned["nvme"], found
-    assert [planned[t] for t in ("device", "host", "nvme")] <= found["budget"]
+    for tier, budget in zip(("device", "host", "nvme"), found["budget"], strict=True):
+        assert planned[tier] <= budget, (tier, found)
     assert list(nvme.iterdir()) == [], "something is left on nvme"
 
 
@@ -75,5 +76,6 @@ def test_stock_models_are_within_the_plan(name: str, tmp_path: Path) -> None:
     planned = found["planned"]
     assert found["stepping"] <= planned["device"] + planned["host"], found
     assert found["disk"] <= planned["nvme"], found
-    assert [planned[t] for t in ("device", "host", "nvme")] <= found["budget"]
+    for tier, budget in zip(("device", "host", "nvme"), found["budget"], strict=True):
+        assert planned[tier] <= budget, (tier, found)
     assert list(tmp_path.iterdir()) == []
