@@ -8,6 +8,7 @@ import ctypes
 import json
 import math
 import os
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ def entries_of(path: str | os.PathLike[str]) -> dict[str, Entry]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise TierError(_nothing_in(path))
+    _check_shards(files)
     return merged(file_entries(file) for file in files)
 
 
@@ -213,6 +215,17 @@ def _indexed(index: Path) -> dict[str, Entry]:
         if name not in shards[file]:
             raise _torn(index.parent / file, f"tensor {name!r}, as {index.name} says", "no such tensor")
     return {name: shards[file][name] for name, file in weight_map.items()}
+
+
+def _check_shards(files: list[Path]) -> None:
+    """Files that say "2 of 3" must be all there: without an index, nothing else tells."""
+    groups: dict[tuple[str, int], list[Path]] = {}
+    for file in files:
+        if found := re.fullmatch(r"(.+)-\d+-of-(\d+)\.safetensors", file.name):
+            groups.setdefault((found[1], int(found[2])), []).append(file)
+    for (name, count), group in groups.items():
+        if len(group) != count:
+            raise _torn(group[0].parent, f"{count} files of {name!r}", f"{len(group)} and no index")
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -89,6 +89,17 @@ def write_tensors(path: Path, tensors: Sequence[Stored], metadata: Mapping[str, 
     return sums
 
 
+def check_names(tensors: Iterable[Stored]) -> None:
+    """ModelError unless every tensor has a name of its own."""
+    seen = {METADATA}  # reserved by the format
+    for tensor in tensors:
+        if tensor.name in seen:
+            raise ModelError(
+                f"expected a name of its own for every tensor, found {tensor.name!r} twice or reserved; rename one"
+            )
+        seen.add(tensor.name)
+
+
 def check_room(folder: Path, nbytes: int, path: Path) -> None:
     """TierError unless the disk of `folder` has room for `nbytes` at `path`."""
     free = disk_free(folder)
@@ -97,14 +108,10 @@ def check_room(folder: Path, nbytes: int, path: Path) -> None:
 
 
 def _header(tensors: Sequence[Stored], metadata: Mapping[str, str]) -> bytes:
+    check_names(tensors)
     fields: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     position = 0
     for tensor in tensors:
-        if tensor.name in fields or tensor.name == METADATA:
-            raise ModelError(
-                f"expected a name of its own for every tensor, found {tensor.name!r} twice or reserved; "
-                f"rename one of the parameters or buffers"
-            )
         end = position + tensor.nbytes
         dtype = DTYPE_NAMES[tensor.dtype]
         fields[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [position, end]}

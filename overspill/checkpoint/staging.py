@@ -1,0 +1,105 @@
+"""Staging folders: written under a name that nobody reads, renamed when complete, swept after a crash.
+
+Note [staging]. `.NAME.incomplete-PID-TOKEN` holds a lock file that its process keeps locked; the kernel drops the lock
+with the process, however it ends, so a staging folder whose lock can be taken, or that has none, is a leftover. The
+lock file moves along when the folder gets its real name and is removed only then, so that a folder that is about to
+be renamed never looks like a leftover. Removal, too, begins by renaming to such a name: if it is interrupted, what is
+left is swept by the next save.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from overspill.errors import TierError
+
+LOCK = ".lock"
+
+log = logging.getLogger("overspill")
+
+
+@contextlib.contextmanager
+def staged(parent: Path, name: str) -> Iterator[Path]:
+    """A new folder in `parent`, see Note [staging]; removed at the end unless `move_in` has moved it."""
+    sweep(parent, name)
+    folder = _staging_path(parent, name)
+    with contextlib.ExitStack() as undo:
+        os.mkdir(folder)
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+        undo.callback(os.close, lock)
+        try:
+            _lock(lock)
+        except OSError as error:  # some network disks have no locks; then nobody can sweep what a crash leaves
+            log.warning("%s cannot be locked (%s); a killed save must be removed by hand", folder, error.strerror)
+        yield folder
+
+
+def move_in(folder: Path, path: Path) -> None:
+    """Give a staging folder, whose files are safe on disk, its real name; nothing or an empty folder may be there."""
+    fsync_folder(folder)
+    os.rename(folder, path)
+    fsync_folder(path.parent)
+    os.unlink(path / LOCK)
+
+
+def discard(folder: Path, name: str) -> None:
+    """Remove `folder` such that an interrupted removal leaves nothing under its name, but a leftover of `name`."""
+    leftover = _staging_path(folder.parent, name)
+    os.rename(folder, leftover)
+    shutil.rmtree(leftover)
+
+
+def sweep(parent: Path, name: str) -> None:
+    """Remove staging folders of `name` whose processes are gone."""
+    for folder in leftovers(parent, name):
+        try:
+            with contextlib.ExitStack() as opened:
+                with contextlib.suppress(FileNotFoundError):  # without a lock file, see Note [staging]
+                    lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    opened.callback(os.close, lock)
+                    _lock(lock)
+                shutil.rmtree(folder)
+        except BlockingIOError:
+            continue  # its process is alive
+        except OSError as error:
+            log.warning("the leftover folder %s could not be removed: %s", folder, error)
+
+
+def leftovers(parent: Path, name: str) -> list[Path]:
+    """The staging folders of `name`, of whatever process."""
+    pattern = re.compile(rf"\.{re.escape(name)}\.incomplete-\d+-[0-9a-f]+")
+    return [parent / found for found in sorted(os.listdir(parent)) if pattern.fullmatch(found)]
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in `folder` safe on disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def disk_errors(task: str) -> Iterator[None]:
+    """What the operating system refuses becomes a TierError that says what was to be done."""
+    try:
+        yield
+    except OSError as error:
+        raise TierError(f"expected to {task}, found: {error}; check the path, its permissions and the disk") from error
+
+
+def _staging_path(parent: Path, name: str) -> Path:
+    return parent / f".{name}.incomplete-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _lock(fd: int) -> None:
+    """BlockingIOError where another has it. No record lock, because those do not show another thread's."""
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
