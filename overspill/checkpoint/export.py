@@ -47,6 +47,7 @@ def write_export(path: str | os.PathLike[str], tensors: Sequence[Stored], max_by
                 write_tensors(folder / file, shard, {"format": "pt"})
             if len(shards) > 1:
                 _write_index(folder / INDEX_FILE, shards)
+            fsync_folder(folder)
             if is_new:
                 move_in(folder, path)
             else:

@@ -182,6 +182,7 @@ def _write_manifest(folder: Path, content: dict[str, Any]) -> None:
 def _swap_in(folder: Path, path: Path, overwrite: bool) -> None:
     old = _old(path)
     replaces = overwrite and _is_checkpoint(path)
+    fsync_folder(folder)
     if replaces:
         (path / _MARK).touch()
         fsync_folder(path)

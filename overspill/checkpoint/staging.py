@@ -42,8 +42,7 @@ def staged(parent: Path, name: str) -> Iterator[Path]:
 
 
 def move_in(folder: Path, path: Path) -> None:
-    """Give a staging folder, whose files are safe on disk, its real name; nothing or an empty folder may be there."""
-    fsync_folder(folder)
+    """Give a staging folder that is safe on disk its real name; there may be nothing or an empty folder."""
     os.rename(folder, path)
     fsync_folder(path.parent)
     os.unlink(path / LOCK)

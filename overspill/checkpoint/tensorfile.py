@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from overspill.checkpoint.staging import disk_errors
 from overspill.errors import ModelError, TierError
 from overspill.specs import MiB
 
@@ -70,6 +71,11 @@ def entries_of(path: str | os.PathLike[str]) -> dict[str, Entry]:
     In a folder `model.safetensors` comes first, then `model.safetensors.index.json`, then all `*.safetensors`.
     """
     path = Path(path)
+    with disk_errors(f"find tensors at {str(path)!r}"):
+        return _entries_of(path)
+
+
+def _entries_of(path: Path) -> dict[str, Entry]:
     if not path.is_dir():
         return _indexed(path) if path.name.endswith(".index.json") else file_entries(path)
     if (path / MODEL_FILE).exists():

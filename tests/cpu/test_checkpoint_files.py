@@ -285,33 +285,3 @@ def test_a_disk_that_fills_while_writing(tmp_path: Path, count: int) -> None:
     message = run_alone(FULL, str(tmp_path / "a.safetensors"), str(count))
     assert message.startswith("expected room for ") and "File too large" in message and "free" in message
     assert list(tmp_path.iterdir()) == []
-
-
-MEMORY = """
-import sys, torch
-from pathlib import Path
-from overspill.checkpoint.tensorfile import Reader, entries_of
-from overspill.checkpoint.writer import Stored, write_tensors
-
-def peak():
-    return int(next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM")).split()[1])
-
-def pieces():
-    buffer = torch.empty(1 << 22)
-    for number in range(16):
-        yield buffer.fill_(number)
-
-start = peak()
-write_tensors(Path(sys.argv[1]), [Stored("a", torch.float32, (16, 1 << 22), pieces)], {})
-with Reader() as reader:
-    for entry in entries_of(sys.argv[1]).values():
-        for first, piece in reader.pieces(entry):
-            assert piece[0] == first >> 22
-    assert reader.bytes_read == 1 << 28
-print(peak() - start)
-"""
-
-
-def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
-    grown = int(run_alone(MEMORY, str(tmp_path / "a.safetensors"))) * 1024
-    assert grown < 100 << 20, f"{grown >> 20} MiB to write and read a tensor of 256 MiB"
