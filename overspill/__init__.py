@@ -6,7 +6,21 @@ and the training loop stays as it is. See README.md. Importing this package touc
 """
 
 from overspill import errors
-from overspill.api import Plan, close, full, grad, plan, prepare, settle, state, trace
+from overspill.api import Plan, close, export, full, grad, load, plan, prepare, save, settle, state, trace
 
-__all__ = ["Plan", "close", "errors", "full", "grad", "plan", "prepare", "settle", "state", "trace"]
+__all__ = [
+    "Plan",
+    "close",
+    "errors",
+    "export",
+    "full",
+    "grad",
+    "load",
+    "plan",
+    "prepare",
+    "save",
+    "settle",
+    "state",
+    "trace",
+]
 __version__ = "0.1.0.dev0"

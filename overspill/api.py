@@ -1,10 +1,9 @@
 """The user's door: everything public is here. Plans, builds the engine, and hands objects out."""
 
-import dataclasses
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,47 +11,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from overspill.config import NvmeOption, Options, Size, options, parse_nvme, parse_size
-from overspill.errors import BudgetError, ModelError, OptionError, OverspillError, StateError, TierError
+from overspill import saving
+from overspill.config import NvmeOption, Size, options
+from overspill.errors import ModelError, OptionError, OverspillError, StateError
 from overspill.plan.plan import Plan
-from overspill.plan.solver import Request, page_sizes, solve
 from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine
 from overspill.runtime.optimizer import SpilledOptimizer, read_state
-from overspill.runtime.parts import Parts, Tiers, build
-from overspill.specs import ROLES, Budget, TierName, human
-from overspill.tiers import (
-    HostTier,
-    NullTier,
-    NvmeTier,
-    device_available,
-    disk_free,
-    host_available,
-    keep_no_freed_memory,
-)
-from overspill.units.layout import Layout, lay_out
-from overspill.units.states import StateProbe
+from overspill.setup import build_engine, check_trainable, compute_device, make_plan, say_what_is_cast
 
-__all__ = ["Plan", "close", "full", "grad", "plan", "prepare", "settle", "state", "trace"]
+__all__ = ["Plan", "close", "export", "full", "grad", "load", "plan", "prepare", "save", "settle", "state", "trace"]
 
 log = logging.getLogger("overspill")
 
 Model = TypeVar("Model", bound=nn.Module)
-
-HOMES: tuple[TierName, ...] = ("host", "nvme")
-DTYPES = {"fp32": torch.float32}
-AUTO_SHARE = {"cuda": (0.92, 0.8), "cpu": (0.4, 0.4)}
-"""What "auto" takes of the device and of the host; without a GPU both are the same memory."""
-
-_BY_ITSELF = "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD"
-SEPARABLE = {getattr(torch.optim, name) for name in _BY_ITSELF.split() if hasattr(torch.optim, name)}
-"""torch's optimizers that treat every parameter by itself."""
-
-COUPLED: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.LBFGS: "couples all parameters",
-    torch.optim.SparseAdam: "needs sparse gradients",
-}
-"""Those that do not, and why; separable=True does not make them so."""
 
 _prepared: "weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Engine], weakref.ref[SpilledOptimizer]]]"
 _prepared = weakref.WeakKeyDictionary()
@@ -66,7 +38,7 @@ def prepare(
     gpu: Size = "auto",
     host: Size = "auto",
     nvme: NvmeOption = None,
-    precision: str = "fp32",
+    precision: str = "bf16",
     states: str = "exact",
     update: str = "lazy",
     zero: str | int = "auto",
@@ -86,17 +58,17 @@ def prepare(
     """
     given = {k: v for k, v in locals().items() if k not in ("model", "optimizer", "unknown")}
     chosen = options({**given, **unknown})
-    _check_trainable(model, optimizer, chosen)
+    check_trainable(model, optimizer, chosen)
     for name, p in model.named_parameters():
         if p.device.type == "meta":
             raise ModelError(
                 f"expected a model with values, found {name!r} on the meta device; build it on a real device"
             )
-    device = _compute_device(model)
-    laid_out, made = _plan(model, optimizer, chosen, device)
+    device = compute_device(model)
+    laid_out, made = make_plan(model, optimizer, chosen, device)
     log.info("%s", made)
-    _say_what_is_cast(model, DTYPES[chosen.precision])
-    engine = _build(model, optimizer, (laid_out, made), (chosen, device))
+    say_what_is_cast(model, chosen)
+    engine = build_engine(model, optimizer, (laid_out, made), (chosen, device))
     try:
         prepared = SpilledOptimizer(optimizer, engine, lambda: _report(engine, made))
     except OverspillError:
@@ -122,8 +94,8 @@ def plan(
     if world != 1:
         raise OptionError(f"expected world=1, found {world!r}; several processes are not in this version yet")
     chosen = options(keywords)
-    _check_trainable(model, optimizer, chosen)
-    return _plan(model, optimizer, chosen, _compute_device(model), machine)[1]
+    check_trainable(model, optimizer, chosen)
+    return make_plan(model, optimizer, chosen, compute_device(model), machine)[1]
 
 
 def full(model: nn.Module) -> AbstractContextManager[None]:
@@ -158,19 +130,35 @@ def close(model: Model) -> Model:
     return model
 
 
+def save(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
+    """Write a checkpoint: weights in master precision, buffers, optimizer states, groups, and `extra` (nested lists,
+    dicts, numbers, texts and tensors). It is complete or not there; one that exists at `path` is replaced."""
+    saving.save(path, _engine(model), _optimizer(model, optimizer), extra)
+
+
+def load(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Read what `save` wrote, into any placement and precision; returns its `extra`."""
+    return saving.load(path, _engine(model), _optimizer(model, optimizer))
+
+
+def export(model: nn.Module, path: str | PathLike[str]) -> None:
+    """Write plain safetensors in the layout of Hugging Face, each parameter in the dtype that it came with."""
+    saving.export(path, _engine(model))
+
+
 @contextmanager
 def trace(model: nn.Module, path: str | PathLike[str]) -> Iterator[None]:
     """Record what every lane does inside the context, as a trace for Perfetto or chrome://tracing."""
     engine = _engine(model)
     if not Path(path).parent.is_dir() or Path(path).is_dir():
         raise OptionError(f"expected a file in an existing folder for the trace, found {str(path)!r}; make the folder")
-    engine.parts.recorder.on = True
+    engine.parts.made.recorder.on = True
     try:
         yield
     finally:
-        engine.parts.recorder.on = False
+        engine.parts.made.recorder.on = False
         engine.executor.finish()
-        engine.parts.recorder.write(Path(path))
+        engine.parts.made.recorder.write(Path(path))
 
 
 class _NoSync:
@@ -203,6 +191,16 @@ def _engine(model: nn.Module) -> Engine:
     return engine
 
 
+def _optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> SpilledOptimizer:
+    prepared = _prepared[model][1]()
+    if prepared is None or optimizer is not prepared:
+        raise StateError(
+            f"expected the optimizer that overspill.prepare returned with this model, found another "
+            f"{type(optimizer).__name__}; use `model, optimizer = overspill.prepare(model, optimizer, ...)`"
+        )
+    return prepared
+
+
 def _engine_of(p: Tensor) -> Engine:
     keeper = keeper_of(p) if isinstance(p, Tensor) else None
     for found, _ in _prepared.values():
@@ -212,172 +210,9 @@ def _engine_of(p: Tensor) -> Engine:
     raise StateError("expected a parameter of a prepared model, found another tensor; pass one of model.parameters()")
 
 
-def _say_what_is_cast(model: nn.Module, dtype: torch.dtype) -> None:
-    others = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
-    if others:
-        found = ", ".join(sorted(str(d).removeprefix("torch.") for d in others))
-        log.warning("parameters of %s are cast to %s, which is what precision= asks for", found, dtype)
-
-
-def _compute_device(model: nn.Module) -> torch.device:
-    """Where the model is, if that is a GPU; else the GPU, if there is one; else plain memory."""
-    gpus = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    if len(gpus) > 1:
-        raise ModelError(f"expected a model on one GPU or in host memory, found one spread over {len(gpus)}; move it")
-    if gpus:
-        return gpus.pop()
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Options) -> None:
-    """Refuse what cannot be trained unit by unit, before anything is touched."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"expected a torch.nn.Module, found {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, SpilledOptimizer):
-        raise ModelError(f"expected a torch.optim.Optimizer of your own, found {type(optimizer).__name__}")
-    names = {id(p): name for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        if keeper_of(p) is not None:
-            raise StateError(
-                f"expected a model that is not prepared, found {name!r} in a prepared one; close that first"
-            )
-    for g, group in enumerate(optimizer.param_groups):
-        for i, p in enumerate(group["params"]):
-            if id(p) not in names:
-                raise ModelError(
-                    f"expected every parameter of the optimizer to belong to the model, found parameter {i} of group "
-                    f"{g}, of shape {tuple(p.shape)}, which does not; build the optimizer from model.parameters()"
-                )
-    kind = type(optimizer)
-    if kind in COUPLED or (kind not in SEPARABLE and not chosen.separable):
-        raise ModelError(_not_separable(kind))
-
-
-def _not_separable(kind: type[torch.optim.Optimizer]) -> str:
-    if kind in COUPLED:
-        return (
-            f"expected an optimizer that runs parameter by parameter, found {kind.__name__}, which {COUPLED[kind]}; "
-            "use AdamW"
-        )
-    return (
-        f"expected one of torch's own separable optimizers, found {kind.__module__}.{kind.__name__}; if its step "
-        "treats every parameter by itself and keeps nothing across parameters, say prepare(..., separable=True)"
-    )
-
-
-def _plan(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    chosen: Options,
-    device: torch.device,
-    machine: Mapping[str, int] | None = None,
-) -> tuple[Layout, Plan]:
-    budget = _budget(chosen, device, machine)
-    probe, dtype = StateProbe(optimizer), DTYPES[chosen.precision]
-    if isinstance(chosen.place, Plan):
-        laid_out = lay_out(model, probe.bytes_of, dtype, chosen.place.page_bytes)
-        if chosen.place.model != laid_out.spec:
-            raise OptionError("expected place= to be a plan of this model and optimizer, found one of another")
-        return laid_out, _within(chosen.place, budget, chosen)
-    if chosen.place and "nvme" in chosen.place.values() and not chosen.nvme:
-        raise OptionError('expected nvme= with place= on nvme, found none; give a path on a fast disk: nvme="/scratch"')
-    dtypes = {"weight": chosen.precision, "gradient": chosen.precision, "state": "as the optimizer makes it"}
-    refused: BudgetError | None = None
-    for page in page_sizes(budget.device):
-        laid_out = lay_out(model, probe.bytes_of, dtype, page)
-        try:
-            return laid_out, solve(Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, chosen.place))
-        except BudgetError as error:
-            refused = error
-    assert refused is not None, "there is at least one page size"
-    raise refused
-
-
-def _within(made: Plan, budget: Budget, chosen: Options) -> Plan:
-    """A plan made earlier, in the budgets that are given now; "auto" keeps those that it was made for."""
-    device = made.budget.device if chosen.gpu == "auto" else budget.device
-    host = made.budget.host if chosen.host == "auto" else budget.host
-    now = Budget(device, host, budget.nvme)
-    for tier, limit in (("device", now.device), ("host", now.host), ("nvme", now.nvme)):
-        if made.peaks[tier] > limit:
-            raise BudgetError(
-                f"expected a plan within the {tier} budget of {human(limit)}, found one with a peak of "
-                f"{human(made.peaks[tier])}; plan anew with this budget, or raise it"
-            )
-    return dataclasses.replace(made, budget=now)
-
-
-def _budget(chosen: Options, device: torch.device, machine: Mapping[str, int] | None) -> Budget:
-    shares = dict(zip(("gpu", "host"), AUTO_SHARE[device.type], strict=True))
-    there = dict(machine) if machine else {"device": device_available(device), "host": host_available()}
-    sizes = {}
-    for name, tier in (("gpu", "device"), ("host", "host")):
-        value = getattr(chosen, name)
-        sizes[tier] = int(shares[name] * there[tier]) if value == "auto" else parse_size(name, value, there[tier])
-    room = sum(size if size is not None else int(0.95 * _free(path)) for path, size in parse_nvme(chosen.nvme))
-    return Budget(device=sizes["device"], host=sizes["host"], nvme=room)
-
-
-def _free(path: Path) -> int:
-    try:
-        return disk_free(path)
-    except OSError as error:
-        raise TierError(
-            f"expected a folder at nvme path {str(path)!r}, found {error.strerror!r}; make it or give another path"
-        ) from error
-
-
-def _build(
-    model: nn.Module, optimizer: torch.optim.Optimizer, what: tuple[Layout, Plan], how: tuple[Options, torch.device]
-) -> Engine:
-    """Allocate, adopt the weights, hook up. The model is not touched before all storage is there."""
-    (laid_out, made), (chosen, device) = what, how
-    with ExitStack() as undo:
-        tiers = _tiers(model, made, parse_nvme(chosen.nvme), device.type == "cuda", undo)
-        units, executor, grads, states, updates, recorder = build(laid_out, made.program, tiers, optimizer, device)
-        undo.pop_all()
-    buffers = tuple((buffer, buffer.device) for buffer in model.buffers())
-    for buffer, _ in buffers:
-        buffer.data = buffer.data.to(device)
-    keep_no_freed_memory(device)
-    arena = tiers.get("host")
-    if isinstance(arena, HostTier) and device.type == "cuda":
-        arena.pin()
-    activations = made.bytes_of("device", "activations")
-    parts = Parts(
-        layout=laid_out,
-        buffers=buffers,
-        dtype=DTYPES[chosen.precision],
-        budget=made.budget,
-        owned=Budget(**{**made.peaks, "device": made.peak("device") - activations}),
-        device_peak=made.peak("device"),
-        tiers=tiers,
-        units=units,
-        executor=executor,
-        grads=grads,
-        states=states,
-        updates=updates,
-        recorder=recorder,
-    )
-    return Engine(model, parts)
-
-
-def _tiers(model: nn.Module, made: Plan, paths: list[tuple[Path, int | None]], pin: bool, undo: ExitStack) -> Tiers:
-    """The storage that the plan asks for; what was made is closed again if the rest cannot be."""
-    host, nvme = (sum(made.bytes_of(tier, role) for role in ROLES) for tier in HOMES)
-    tiers: Tiers = {"null": NullTier()}
-    if nvme:
-        tiers["nvme"] = NvmeTier(paths, nvme, made.staging, pin)
-        undo.callback(tiers["nvme"].close)
-    if host:
-        here = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
-        tiers["host"] = HostTier(host, moving_in=min(here, made.bytes_of("host", "weight")))
-        undo.callback(tiers["host"].close)
-    return tiers
-
-
 def _report(engine: Engine, made: Plan) -> dict[str, Any]:
     homes: dict[str, dict[str, int]] = {}
+    scale = engine.parts.scale
     for line in made.lines:
         homes.setdefault(line.tier, {})[line.what] = line.nbytes
     return {
@@ -385,5 +220,7 @@ def _report(engine: Engine, made: Plan) -> dict[str, Any]:
         "peak": made.peaks,
         "plan": made,
         "measured": engine.measures.peaks(),
+        "loss_scale": scale.value if scale else None,
+        "skipped": scale.skipped if scale else 0,
         **engine.measures.last,
     }

@@ -18,7 +18,7 @@ UNITS = {"": 1, "B": 1}
 UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "precision": ("fp32",),
+    "precision": ("bf16", "fp16", "fp32"),
     "states": ("exact",),
     "update": ("lazy",),
     "zero": ("auto", 0),
@@ -31,7 +31,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 """What this version can do."""
 
 LATER: dict[str, tuple[Any, ...]] = {
-    "precision": ("bf16", "fp16"),
     "states": ("bf16", "compact"),
     "update": ("eager", "delayed"),
     "zero": (1, 2, 3),
@@ -47,7 +46,7 @@ class Options:
     gpu: Size = "auto"
     host: Size = "auto"
     nvme: NvmeOption = None
-    precision: str = "fp32"
+    precision: str = "bf16"
     states: str = "exact"
     update: str = "lazy"
     zero: str | int = "auto"

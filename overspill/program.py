@@ -332,7 +332,7 @@ def _stage(program: Program, state: State, unit: int, page: int, ops: list[Op]) 
         stored = (Key(Kind.STATE_STORE, unit, page),)
         ops.append(Op(Kind.STATE_FETCH, _lanes(placement.state)[0], unit, page, spec.state_bytes, stored))
     if placement.grad != "device" and spec.grad_bytes:
-        waits = tuple(Key(Kind.GRAD_STORE, unit, i) for i in range(spec.first, spec.last))
+        waits = tuple(Key(Kind.GRAD_STORE, unit, part.param) for part in spec.parts)
         ops.append(Op(Kind.PAGE_GRADS, _lanes(placement.grad)[0], unit, page, spec.grad_bytes, waits))
     return replace(state, staged=(*state.staged, (unit, page)))
 

@@ -23,6 +23,9 @@ ALIGNMENT = 512
 
 KiB, MiB, GiB = 2**10, 2**20, 2**30
 
+KERNEL_PIECE = 2**18
+"""Elements that our own update in plain torch works on at a time: it needs memory for these beside the page."""
+
 
 def align(nbytes: int, to: int = ALIGNMENT) -> int:
     """The next multiple of `to`."""
@@ -50,6 +53,26 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class StateFormat:
+    """What is kept on a unit's pages for the elements of its parameters."""
+
+    master: torch.dtype | None = None
+    """What is kept beside a weight to hold its fp32 master: see kernels/masters.py. None: it is its own master."""
+    fields: tuple[str, ...] | None = None
+    """The fp32 arrays of our own kernel; None: whatever tensors the user's optimizer makes, parameter by parameter."""
+
+    @property
+    def master_bytes(self) -> int:
+        """Per element."""
+        return self.master.itemsize if self.master is not None else 0
+
+    @property
+    def element_bytes(self) -> int:
+        """Per element, in the arrays of a page: the master's, then the fields."""
+        return self.master_bytes + torch.float32.itemsize * len(self.fields or ())
+
+
+@dataclass(frozen=True, slots=True)
 class ParamSpec:
     """One parameter, as the user knows it, and its place in its unit."""
 
@@ -61,20 +84,40 @@ class ParamSpec:
     """Bytes from the start of the unit's flat buffer."""
     nbytes: int
     trainable: bool
+    grad_bytes: int
+    """Room for its gradient; 0 where it has none."""
     state_bytes: int
-    """What the optimizer will keep for it, each tensor aligned; 0 where the optimizer does not have it."""
+    """What the user's optimizer will keep for it, each tensor aligned; 0 where ours or none does."""
 
     @property
-    def grad_bytes(self) -> int:
-        return align(self.nbytes) if self.trainable else 0
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """Elements `begin` to `end` of one parameter, in memory order, as a part of a page."""
+
+    param: int
+    begin: int
+    end: int
+    element: int
+    """Where they begin in each of the page's arrays."""
+    region: int = 0
+    """Bytes from the start of the page to the tensors of the user's optimizer."""
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
 class PageSpec:
-    """A run of whole parameters of one unit that are updated together: `params[first:last]`."""
+    """Elements of one unit that are updated together. A page is a few arrays, one behind the other, of `elements` each
+    (StateFormat), and behind them the tensors of the user's optimizer, where that does the update."""
 
-    first: int
-    last: int
+    parts: tuple[PartSpec, ...]
+    elements: int
     state_bytes: int
     grad_bytes: int
 
@@ -97,7 +140,7 @@ class UnitSpec:
 
     @property
     def state_bytes(self) -> int:
-        return sum(p.state_bytes for p in self.params)
+        return sum(page.state_bytes for page in self.pages)
 
     def role_bytes(self, role: Role) -> int:
         return {"weight": self.weight_bytes, "grad": self.grad_bytes, "state": self.state_bytes}[role]
@@ -111,13 +154,14 @@ class ModelSpec:
     together: tuple[tuple[int, ...], ...]
     """Sets of units that one module call needs at the same time."""
     buffer_bytes: int
+    format: StateFormat = StateFormat()
 
     def role_bytes(self, role: Role) -> int:
         return sum(u.role_bytes(role) for u in self.units)
 
     @property
     def parameters(self) -> int:
-        return sum(p.nbytes // p.dtype.itemsize for u in self.units for p in u.params)
+        return sum(p.numel for u in self.units for p in u.params)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,11 @@ PLACES = {
 }
 
 
-def prepare_tight(model: nn.Module, optimizer: torch.optim.Optimizer, place: dict[str, str], nvme: Path) -> Any:
+def prepare_tight(
+    model: nn.Module, optimizer: torch.optim.Optimizer, place: dict[str, str], nvme: Path, **keywords: Any
+) -> Any:
     """Prepare with forced homes and no window at all: a unit leaves as soon as another one is needed."""
-    keywords = {"precision": "fp32", "nvme": nvme}
+    keywords = {"precision": "fp32", "nvme": nvme, **keywords}
     made = overspill.plan(model, optimizer, place=place, **keywords)
     made = dataclasses.replace(made, limits=dataclasses.replace(made.limits, window=0))
     return overspill.prepare(model, optimizer, place=made, **keywords)

@@ -66,3 +66,70 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     """Names whose values differ, or that only one side has."""
     return [n for n in sorted({*a, *b}) if n not in a or n not in b or not same_bits(a[n], b[n])]
+
+
+# --- 16-bit weights beside fp32 masters
+
+
+def half_up(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A master rounded to the compute dtype: to bf16 half up, to fp16 as torch does it; NaN stays NaN."""
+    if dtype != torch.bfloat16:
+        return master.to(dtype)
+    bits = master.contiguous().view(torch.int32)
+    rounded = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(master.isnan(), torch.nan, rounded)
+
+
+class Mixed:
+    """A model in 16 bits and its masters, trained by a torch optimizer on the masters."""
+
+    def __init__(
+        self, model: nn.Module, build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], dtype: torch.dtype
+    ):
+        self.model = model
+        self.masters = {
+            name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad
+        }
+        self.optimizer = build(list(self.masters.values()))
+        self.scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
+        self.scales: list[float] = []
+        for name, p in model.named_parameters():
+            p.data = half_up(p.detach(), dtype) if name in self.masters else p.detach().to(dtype)
+
+    def train(self, batches: Iterator[Batch], recipe: Recipe, loss_of: Callable[[nn.Module, Batch], torch.Tensor]):
+        """The loop of `train`, with gradients added in fp32."""
+        torch.manual_seed(recipe.seed)
+        losses = []
+        for _ in range(recipe.steps):
+            for _ in range(recipe.micro_batches):
+                loss = loss_of(self.model, next(batches)) / recipe.micro_batches
+                self.scaler.scale(loss).backward()
+                losses.append(loss.detach())
+                self._gather()
+            self.scaler.unscale_(self.optimizer)
+            if recipe.clip is not None:
+                torch.nn.utils.clip_grad_norm_(self.masters.values(), recipe.clip)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scales.append(self.scaler.get_scale())
+            self.optimizer.zero_grad()
+            with torch.no_grad():
+                for name, p in self.model.named_parameters():
+                    if name in self.masters:
+                        p.copy_(half_up(self.masters[name], p.dtype))
+        return [loss.item() for loss in losses]
+
+    def _gather(self) -> None:
+        for name, p in self.model.named_parameters():
+            if p.grad is not None:
+                master = self.masters[name]
+                master.grad = p.grad.float() if master.grad is None else master.grad + p.grad.float()
+                p.grad = None
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """As `weights`, but the masters of what has one."""
+        found = weights(self.model)
+        for name, value in self.model.named_parameters(remove_duplicate=False):
+            master = next((m for n, m in self.masters.items() if self.model.get_parameter(n) is value), None)
+            found[name] = found[name] if master is None else master.detach().clone()
+        return found

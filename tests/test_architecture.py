@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NAME = "overspill"
 PACKAGE = ROOT / NAME
 
-PUBLIC = frozenset({"prepare", "plan", "full", "grad", "state", "settle", "close", "trace", "Plan", "errors"})
+_PUBLIC = "prepare plan save load export full grad state settle close trace Plan errors"
+PUBLIC = frozenset(_PUBLIC.split())
 
 # Top-level module -> (layer, the other top-level modules it may import). Inside its own folder a module is free.
 # ROOT_MODULE is the package itself, as its users import it.
@@ -34,7 +35,9 @@ LAYERS: dict[str, tuple[int, frozenset[str]]] = {
     "plan": (2, ZERO | {"program"}),
     **dict.fromkeys(("runtime", "modules"), (3, ZERO | {"units", "tiers", "kernels", "comm", "program"})),
     "checkpoint": (4, ZERO | {"units", "tiers"}),
-    "api": (5, BELOW_API),
+    **dict.fromkeys(("loading", "saving"), (5, BELOW_API)),
+    "setup": (5, BELOW_API | {"loading"}),
+    "api": (5, BELOW_API | {"setup", "saving"}),
     **dict.fromkeys(DOORS, (6, ZERO | DOORS | {"api", ROOT_MODULE})),
     ROOT_MODULE: (7, frozenset({"api", "errors", "specs"})),
     "__main__": (8, frozenset({"cli"})),

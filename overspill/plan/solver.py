@@ -10,11 +10,14 @@ that is possible, and never less than the largest unit's weights.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from overspill.errors import BudgetError
 from overspill.plan.plan import Line, Plan
 from overspill.plan.simulate import Simulated, simulate
 from overspill.program import Program
 from overspill.specs import (
+    KERNEL_PIECE,
     ROLES,
     TIERS,
     Budget,
@@ -32,7 +35,11 @@ from overspill.specs import (
 )
 
 WORKSPACE = 4
-"""Copies of a page's parameters that an optimizer's own step may hold for a moment."""
+"""fp32 copies of a page's parameters that an optimizer's own step may hold for a moment."""
+BESIDE_MASTERS = 2
+"""More of them where the parameters are roundings of masters: those, and the widened gradients."""
+KERNEL_WORKSPACE = 10
+"""fp32 arrays of a piece's length that our own update holds: master, gradient, and what is in between."""
 NVME_BLOCK = 4096
 STAGING = (128 * KiB, 8 * MiB)
 PAGE = (64 * KiB, 64 * MiB)
@@ -166,13 +173,15 @@ def _device_lines(request: Request, placements: tuple[Placement, ...], limits: L
 
 
 def _workspace(model: ModelSpec) -> int:
-    """What the optimizer's own step holds for a moment; in its first step also the states that it makes."""
-    pages = [
-        (sum(p.nbytes for p in u.params[page.first : page.last]), page.state_bytes)
-        for u in model.units
-        for page in u.pages
-    ]
-    return max((max(WORKSPACE * params, states) for params, states in pages), default=0)
+    """What an update holds for a moment; in the first step of the user's optimizer also the states that it makes."""
+    item, format = torch.float32.itemsize, model.format
+    pages = [page for u in model.units for page in u.pages]
+    if format.fields is not None:
+        longest = max((part.numel for page in pages for part in page.parts), default=0)
+        return KERNEL_WORKSPACE * item * min(longest, KERNEL_PIECE)
+    copies = WORKSPACE + (BESIDE_MASTERS if format.master is not None else 0)
+    sizes = [(sum(part.numel for part in page.parts) * item, page.state_bytes) for page in pages]
+    return max((max(copies * params, states) for params, states in sizes), default=0)
 
 
 def _simulated(request: Request, placements: tuple[Placement, ...], limits: Limits) -> Simulated:

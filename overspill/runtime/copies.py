@@ -1,4 +1,5 @@
-"""Host copies of parameters for state dicts: torch's own `state_dict` reads a closed parameter and gets one."""
+"""Host copies of parameters for state dicts: torch's own `state_dict` reads a closed parameter and gets one, in the
+precision of its master."""
 
 from typing import Protocol
 
@@ -29,7 +30,7 @@ class Copies:
             self._modules.clear()
         if not self._modules:
             self._made.clear()
-            self._parts.check_copies(sum(p.nbytes for p in module.parameters()), "state_dict")
+            self._parts.check_copies(sum(map(self._nbytes, module.parameters())), "state_dict")
         self._modules.append(id(module))
 
     def end(self, module: nn.Module) -> None:
@@ -48,7 +49,12 @@ class Copies:
         if not self._modules:
             return None
         if id(p) not in self._made:
-            self._bringer.need((self._bringer.place_of(p)[0],))
-            with torch._C.DisableTorchFunctionSubclass():
-                self._made[id(p)] = p.detach().to("cpu", copy=True)
+            place, masters = self._bringer.place_of(p), self._parts.made.masters
+            self._bringer.need((place[0],))
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                self._made[id(p)] = masters.read(place) if place in masters else p.detach().to("cpu", copy=True)
         return self._made[id(p)]
+
+    def _nbytes(self, p: nn.Parameter) -> int:
+        in_masters = self._bringer.place_of(p) in self._parts.made.masters
+        return torch.float32.itemsize * p.numel() if in_masters else p.nbytes

@@ -38,8 +38,18 @@ METADATA: set[Any] = {
 }
 
 
+class HigherPrecision(Protocol):
+    """Who keeps more of a parameter than its own dtype can hold."""
+
+    def accept(self, p: nn.Parameter, value: Tensor) -> bool:
+        """Give a parameter that is usable a value of higher precision than its own; False if it has no master."""
+
+
 class Keeper(Protocol):
     """Who keeps the bytes of a parameter: the engine."""
+
+    @property
+    def masters(self) -> HigherPrecision: ...
 
     def visit(self, params: list[nn.Parameter]) -> None:
         """These closed parameters are used now, from outside of their modules: make them usable."""
@@ -142,9 +152,14 @@ def _through_the_door(
         result = func(*args, **kwargs)
         tensors = [t for t in tree_leaves(result) if isinstance(t, Tensor) and not any(t is p for p in closed)]
         graph = any(t.requires_grad for t in tensors)
-        written = [p._version for p in closed] != versions or _may_alias(result, tensors, closed)
+        alias = _may_alias(result, tensors, closed)
+        written = [p._version for p in closed] != versions or alias
     for key, keeper in keepers.items():
         keeper.leave(list(mine[key]), graph, written)
+        if alias and (func == _GET_DATA or not isinstance(result, Tensor | list | tuple)):
+            # Views share their parameter's version; these ways to its memory do not.
+            for p in mine[key]:
+                keeper.touched(p)
     return result
 
 
@@ -170,15 +185,27 @@ def _assign(p: nn.Parameter, value: Tensor) -> None:
         p.copy_(value)
 
 
+def _copy(p: nn.Parameter, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """`p.copy_(source)`, as load_state_dict does it: a value of higher precision reaches the master."""
+    keeper = keeper_of(p)
+    plain = not isinstance(source, Tensor) or source.shape != p.shape or source.dtype == p.dtype
+    allowed = not (torch.is_grad_enabled() and p.requires_grad)
+    if keeper is not None and not plain and allowed and keeper.masters.accept(p, source):
+        return p
+    return p.copy_(source, non_blocking)
+
+
 def _shown(p: nn.Parameter, **options: Any) -> str:
     return repr(p.detach().requires_grad_(p.requires_grad))
 
 
 INSTEAD: dict[Any, Callable[..., Any]] = {
     Tensor.data.__set__: _assign,  # type: ignore[attr-defined]
+    Tensor.copy_: _copy,
     Tensor.__repr__: _shown,
 }
 """What is done in place of what was asked for. Looked up by equality: every access makes a new method object."""
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
 
 

@@ -50,8 +50,14 @@ class Engine:
         self._watch.check()
         self.residency.copies.forget()
         self.executor(Begin(self.residency.phase))
+        if self.parts.scale is not None:
+            self.parts.scale.enter()
         device, dtype = self.executor.lanes.device, self.parts.dtype
         return cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
+
+    def end(self, output: Any) -> Any:
+        """The root's call is over; what it gives is handed out."""
+        return output if self.parts.scale is None else self.parts.scale.leave(output)
 
     def arrived(self, unit: int, param: int) -> None:
         """Autograd accumulated into `p.grad`: a new gradient becomes a generation; a handle has taken it already."""
@@ -61,9 +67,10 @@ class Engine:
             return
         if own is not None and own() is gradient:
             return
-        generation = self.parts.grads.take(unit, param, gradient.detach())
+        grads = self.parts.made.grads
+        generation = grads.take(unit, param, gradient.detach(), grads.factor)
         p.grad = None
-        p.grad = GradHandle([generation], self.parts.grads, self.executor.lanes.device)
+        p.grad = GradHandle([generation], grads, self.executor.lanes.device)
 
     # --- the optimizer and the API call these
 
@@ -83,8 +90,10 @@ class Engine:
                 "expected gradients at step(), found none on any parameter; call loss.backward() before "
                 "optimizer.step(), and zero_grad() after it"
             )
+        if not self._finite(jobs):
+            jobs.clear()
         for unit, todo in jobs.items():
-            self.parts.updates.put(unit, tuple(todo))
+            self.parts.made.updates.put(unit, tuple(todo))
         self.executor(Step(frozenset(jobs), self.residency.held()))
         self.residency.forget()
         seen = tuple(u for u in jobs if self.residency.full or (self.units[u].viewed and self.units[u].here))
@@ -92,6 +101,18 @@ class Engine:
             # Whoever holds views of weights, or has them all open, would see them before their update.
             self._settle(seen)
         self.measures.tick()
+
+    def _finite(self, jobs: dict[int, list[Job]]) -> bool:
+        """Under fp16: whether the step is taken; the loss scale moves."""
+        scale, grads = self.parts.scale, self.parts.made.grads
+        if scale is None:
+            return True
+        norms = [grads.bytes.raw_norm(due.generation) for todo in jobs.values() for job in todo for due in job.due]
+        finite = bool(torch.stack(norms).isfinite().all())
+        scale.forget()
+        scale.update(finite)
+        grads.factor = scale.factor
+        return finite
 
     def _due(self, params: list[nn.Parameter]) -> dict[int, list[Due]]:
         found: dict[int, list[Due]] = {}
@@ -110,7 +131,7 @@ class Engine:
                 generation = gradient.generation.taken()
             else:
                 # The user's own tensor, which may be written to again before the update runs.
-                generation = self.parts.grads.take(unit, index, gradient.detach().clone())
+                generation = self.parts.made.grads.take(unit, index, gradient.detach().clone())
             found.setdefault(unit, []).append(Due(index, generation, len(generation.todo)))
         return found
 
@@ -157,14 +178,17 @@ class Engine:
 
     def _give_back(self, index: int) -> None:
         """Plain parameters with plain gradients, on the devices they came from."""
-        unit = self.units[index]
+        unit, masters = self.units[index], self.parts.made.masters
         handles = [p.grad for p in unit.params]
+        values = {i: masters.read((index, i)) for i in range(len(unit.params)) if (index, i) in masters}
         for p in unit.params:
             p.grad = None
             p.__class__ = nn.Parameter
             delattr(p, HANDLE)
-        unit.give_back()
+        unit.give_back(values)
         for p, handle in zip(unit.params, handles, strict=True):
             if handle is not None:
-                value = self.parts.grads.read(handle.generation) if isinstance(handle, GradHandle) else handle
+                value = (
+                    self.parts.made.grads.bytes.read(handle.generation) if isinstance(handle, GradHandle) else handle
+                )
                 p.grad = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=p.device).copy_(value)

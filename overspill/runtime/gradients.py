@@ -1,9 +1,4 @@
-"""Gradients: generations of bytes, in their homes.
-
-Note [Generations]: `step()` takes a *generation* of a parameter's gradient, and its update may run much later. What
-the user does to `p.grad` meanwhile (zero it, drop it, scale it) must not reach that update. So `p.grad` is a light
-handle (handle.py) on a generation; changes in place are written down in `todo` and applied when the bytes are on the
-device, in order, exactly as torch would have applied them; `step()` remembers how many of them were written down.
+"""Gradients: generations of bytes (generation.py), in their homes.
 
 Note [Lent gradients]: a view of a gradient (`p.grad[0]`, `p.grad.view(-1)`) may be written to unseen. So whoever asks
 for one gets the bytes themselves: the gradient moves to the device and stays there while views of it are held.
@@ -12,105 +7,41 @@ Changes reach it at once, and `step()` takes a copy.
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from overspill.errors import ModelError
-from overspill.program import Grad, Key, Kind, Op
+from overspill.program import Grad, Kind, Op
 from overspill.runtime.executor import Executor, Handler
+from overspill.runtime.generation import NARROW, Change, Generation, as_bytes, full_dtype
+from overspill.runtime.gradient_bytes import GradientBytes
 from overspill.runtime.lanes import Work
-from overspill.specs import ParamSpec, TierName
-from overspill.tiers import Slot, Tier
 from overspill.units.unit import Unit
 
 log = logging.getLogger("overspill")
-
-Change = Callable[[Tensor], object]
-
-
-class Generation:
-    """One gradient of one parameter. Its bytes are in `value`, or in the parameter's slot, or (`zero`) nowhere."""
-
-    def __init__(self, unit: int, param: int, spec: ParamSpec, value: Tensor | None) -> None:
-        self.unit = unit
-        self.param = param
-        self.spec = spec
-        self.value = value
-        self.zero = value is None
-        self.todo: list[Change] = []
-        self.norms: dict[float, Tensor] = {}
-        self.lent = False
-        """See Note [Lent gradients]."""
-
-    def change(self, change: Change) -> None:
-        self.norms.clear()
-        if self.lent:
-            change(self.value)  # type: ignore[arg-type]
-        else:
-            self.todo.append(change)
-
-    @property
-    def viewed(self) -> bool:
-        """Whether somebody holds a view of a lent gradient, or a NumPy array of it."""
-        return self.value is not None and torch._C._storage_Use_Count(self.value.untyped_storage()._cdata) > 2
-
-    def taken(self) -> "Generation":
-        """What `step()` takes: a lent gradient may be written to before the update runs, so a copy of it."""
-        if not self.lent or self.value is None:
-            return self
-        return Generation(self.unit, self.param, self.spec, self.empty(self.value.device).copy_(self.value))
-
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty_strided(self.spec.shape, self.spec.stride, dtype=self.spec.dtype, device=device)
-
-
-def as_bytes(t: Tensor) -> Tensor:
-    """A dense tensor's memory as flat uint8, in memory order."""
-    return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
-
-
-def _add_to(generation: Generation, contribution: Change) -> None:
-    total = generation.value
-    assert total is not None, f"the gradient of {generation.spec.name} is not on the device"
-    for change in generation.todo:
-        change(total)
-    generation.todo.clear()
-    generation.norms.clear()
-    contribution(total)
 
 
 def _nothing() -> None: ...
 
 
-def _norm_of(generation: Generation) -> Tensor:
-    assert generation.value is not None, "a gradient is normed while it is on the device"
-    return torch._foreach_norm([generation.value], 2.0)[0]
-
-
 class Gradients:
-    """All gradients of one model, and the ops on them. `slots[unit][param]` is None where they live on the device."""
+    """All gradients of one model, and the ops on them."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        slots: Sequence[Sequence[Slot | None]],
-        tiers: Mapping[TierName, Tier],
-        executor: Executor,
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], bytes: GradientBytes, executor: Executor) -> None:
         self._units = units
-        self._slots = slots
-        self._tiers = tiers
+        self.bytes = bytes
         self._executor = executor
         self._device = executor.lanes.device
         self._arriving: dict[tuple[int, int], Generation] = {}
         """The gradient that an event speaks of, until it is sent home."""
         self._leaving: dict[tuple[int, int], Generation] = {}
         """Gradients that were sent home and are still on the device."""
-        self._coming: dict[tuple[int, int], Change] = {}
-        self._owner: dict[tuple[int, int], weakref.ref[Generation]] = {}
+        self._coming: dict[tuple[int, int], Callable[[Tensor], object]] = {}
         self._lent: weakref.WeakSet[Generation] = weakref.WeakSet()
+        self.factor: Tensor | None = None
+        """What undoes the scale of the gradients that autograd makes now; None where they are not scaled."""
 
     def handlers(self) -> dict[Kind, Handler]:
         return {
@@ -121,13 +52,9 @@ class Gradients:
             Kind.GRAD_DROP: self._drop,
         }
 
-    def home(self, unit: int, param: int) -> tuple[Tier, Slot] | None:
-        slot = self._slots[unit][param]
-        return None if slot is None else (self._tiers[slot.tier], slot)  # type: ignore[index]
-
     # --- what the hooks, the handle and the optimizer call
 
-    def take(self, unit: int, param: int, value: Tensor) -> Generation:
+    def take(self, unit: int, param: int, value: Tensor, factor: Tensor | None = None) -> Generation:
         """A plain gradient becomes a generation and goes home."""
         spec = self._units[unit].spec.params[param]
         if value.layout is not torch.strided:
@@ -135,33 +62,47 @@ class Gradients:
                 f"expected a dense gradient for {spec.name!r}, found {value.layout}; sparse gradients are not "
                 "supported: set sparse=False on the module that makes them"
             )
-        if self.home(unit, param) is not None and value.stride() != spec.stride:
-            value = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
-        generation = Generation(unit, param, spec, value)
+        dtype = value.dtype if value.dtype == spec.dtype else full_dtype(spec)
+        by_element = self.bytes.home(unit, param) is not None or spec.dtype in NARROW
+        if value.dtype != dtype or (by_element and value.stride() != spec.stride):
+            value = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=value.device).copy_(value)
+        generation = Generation(unit, param, spec, value, factor)
         self._send_home(generation)
         return generation
 
+    def _claim(self, generation: Generation) -> None:
+        key = (generation.unit, generation.param)
+        if self._leaving.get(key) is not generation:
+            # An older one that is still on the device keeps the bytes it has there, for whoever looks at it.
+            self._leaving.pop(key, None)
+        self.bytes.claim(generation)
+
     def _send_home(self, generation: Generation) -> None:
-        if self.home(generation.unit, generation.param) is not None:
-            self._claim(generation)
+        self._claim(generation)
+        self.bytes.make_room(generation)
+        if self.bytes.home(generation.unit, generation.param) is not None:
             self._arriving[generation.unit, generation.param] = generation
             self._executor(Grad(generation.unit, generation.param, first=True))
 
     def add(self, generation: Generation, value: Tensor, alpha: float = 1) -> None:
         """Another micro-batch contributes, or the user adds something."""
-        unit, param = generation.unit, generation.param
-        if generation.lent:
-            generation.change(lambda total: total.add_(value, alpha=alpha))
+        unit, param, spec = generation.unit, generation.param, generation.spec
+        in_backward = torch._C._current_graph_task_id() != -1
+        if generation.zero and not generation.todo and in_backward and spec.dtype in NARROW:
+            # Nothing was there: a narrow contribution stays narrow.
+            self._begin(generation, value)
             return
-        if unit in self._executor.state.pending:
-            # The update that is due takes the gradient as it was.
-            kept = value.clone()
-            generation.change(lambda total: total.add_(kept, alpha=alpha))
+        if self.factor is not None and in_backward and value.dtype == spec.dtype:
+            value = value.to(full_dtype(spec)).mul_(self.factor)
+        if generation.lent or unit in self._executor.state.pending:
+            # An update that is due takes the gradient as it was.
+            adding = Change.of(lambda total, x: total.add_(x, alpha=alpha), (value,), spec)
+            generation.change(adding)
             return
         if generation.zero:
             generation.value, generation.zero = generation.empty(self._device).zero_(), False
             self._claim(generation)
-        key, home = (unit, param), self.home(unit, param)
+        key, home = (unit, param), self.bytes.home(unit, param)
 
         def contribution(total: Tensor) -> None:
             total.add_(value, alpha=alpha)
@@ -169,27 +110,18 @@ class Gradients:
         if home is not None and generation.value is not None and self._leaving.get(key) is not generation:
             # Its bytes are on the device though it lives elsewhere (it was zero): add, then send it home.
             generation.value = generation.value.to(self._device)
-            _add_to(generation, contribution)
+            generation.add(contribution)
             self._send_home(generation)
             return
         self._arriving[key], self._coming[key] = generation, contribution
         self._executor(Grad(unit, param, first=False))
 
-    def read(self, generation: Generation) -> Tensor:
-        """The gradient's current value. May be its own bytes: do not write to it and do not hand it out."""
-        value = generation.value
-        if generation.zero:
-            value = generation.empty(self._device).zero_()
-        elif value is None:
-            value = self._load(generation)
-        value = value.to(self._device)
-        if not generation.todo:
-            return value
-        if value is generation.value:
-            value = generation.empty(value.device).copy_(value)
-        for change in generation.todo:
-            change(value)
-        return value
+    def _begin(self, generation: Generation, value: Tensor) -> None:
+        """A generation without bytes gets the first contribution of this backward pass."""
+        generation.value = generation.empty(self._device, value.dtype).copy_(value)
+        generation.dtype, generation.factor, generation.zero = value.dtype, self.factor, False
+        generation.norms.clear()
+        self._send_home(generation)
 
     def lend(self, cell: list[Generation]) -> Tensor:
         """The own bytes of the gradient in this cell of a handle. See Note [Lent gradients]."""
@@ -202,18 +134,19 @@ class Gradients:
         old = cell[0]
         if not old.lent:
             # Always other bytes: an update that is due, or a lane that carries them home, may be using the old ones.
-            cell[0] = Generation(old.unit, old.param, old.spec, old.empty(self._device).copy_(self.read(old)))
+            value = old.empty(self._device, full_dtype(old.spec)).copy_(self.bytes.read(old))
+            cell[0] = Generation(old.unit, old.param, old.spec, value)
             cell[0].lent = True
             self._lent.add(cell[0])
-        value = cell[0].value
-        assert value is not None, f"the lent gradient of {old.spec.name} is not on the device"
-        return value
+        own = cell[0].value
+        assert own is not None, f"the lent gradient of {old.spec.name} is not on the device"
+        return own
 
     # --- ops
 
     def _fetch(self, op: Op) -> Work:
         generation = self._arriving[op.unit, op.item]
-        home = self.home(op.unit, op.item)
+        home = self.bytes.home(op.unit, op.item)
         assert home is not None, "only a gradient that lives elsewhere is fetched"
         value = generation.empty(self._device)
         generation.value = value
@@ -222,16 +155,26 @@ class Gradients:
     def _add(self, op: Op) -> Work:
         key = (op.unit, op.item)
         generation, contribution = self._arriving[key], self._coming.pop(key)
-        if self.home(*key) is None:
+        if self.bytes.home(*key) is None:
             del self._arriving[key]
-        return lambda: _add_to(generation, contribution)
+
+        def add() -> None:
+            generation.add(contribution)
+            self.bytes.make_room(generation)
+
+        return add
 
     def _norm(self, op: Op) -> Work:
         generation = self._arriving[op.unit, op.item]
-        return lambda: generation.norms.__setitem__(2.0, _norm_of(generation))
+
+        def norm() -> None:
+            assert generation.value is not None, "a gradient is normed while it is on the device"
+            generation.raw_norm = generation.norms[2.0] = generation.norm(generation.value)
+
+        return norm
 
     def _store(self, op: Op) -> Work:
-        generation, home = self._arriving.pop((op.unit, op.item)), self.home(op.unit, op.item)
+        generation, home = self._arriving.pop((op.unit, op.item)), self.bytes.home(op.unit, op.item)
         self._leaving[op.unit, op.item], value = generation, generation.value
         assert value is not None and home is not None, "only a gradient that is here and lives elsewhere is stored"
         return lambda: home[0].store(home[1], as_bytes(value))
@@ -239,27 +182,3 @@ class Gradients:
     def _drop(self, op: Op) -> Work:
         generation = self._leaving.pop((op.unit, op.item), None)
         return _nothing if generation is None else lambda: setattr(generation, "value", None)
-
-    # --- slots
-
-    def _claim(self, generation: Generation) -> None:
-        """The slot is this generation's now. If somebody still looks at an older one, it gets bytes of its own."""
-        key = (generation.unit, generation.param)
-        if self.home(*key) is None:
-            return
-        former = self._owner[key]() if key in self._owner else None
-        if former is not generation:
-            # An older one that is still on the device keeps the bytes it has there, for whoever looks at it.
-            self._leaving.pop(key, None)
-        if former is not None and former is not generation and not former.zero and former.value is None:
-            former.value = self._load(former).to("cpu")
-            log.info("an old gradient of %s is still referred to: kept a copy in host memory", former.spec.name)
-        self._owner[key] = weakref.ref(generation)
-
-    def _load(self, generation: Generation) -> Tensor:
-        home = self.home(generation.unit, generation.param)
-        assert home is not None, f"the gradient of {generation.spec.name} has no bytes"
-        self._executor.wait(Key(Kind.GRAD_STORE, generation.unit, generation.param))
-        value = generation.empty(self._device)
-        home[0].load(home[1], as_bytes(value))
-        return value

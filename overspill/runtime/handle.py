@@ -1,8 +1,8 @@
 """What stands in `p.grad`: a tensor without bytes that knows where the gradient is.
 
 torch's own clipping, gradient scalers and `zero_grad` work on it unchanged: norms come from the engine, changes in
-place are written down (gradients.py, Note [Generations]), and any other reader gets a copy. Views, and changes that
-cannot be written down, get the gradient's own bytes (Note [Lent gradients]).
+place are written down (generation.py, Note [Generations]), and any other reader gets a copy. Views, and changes that
+cannot be written down, get the gradient's own bytes (gradients.py, Note [Lent gradients]).
 """
 
 from collections.abc import Callable
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from overspill.runtime.gradients import Generation, Gradients
+from overspill.runtime.generation import Change, Generation, full_dtype
+from overspill.runtime.gradients import Gradients
 
 aten = torch.ops.aten
 
@@ -30,7 +31,7 @@ class GradHandle(torch.Tensor):
     def __new__(cls, cell: list[Generation], book: Gradients, device: torch.device) -> "GradHandle":
         spec = cell[0].spec
         made: GradHandle = torch.Tensor._make_wrapper_subclass(
-            cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=device
+            cls, spec.shape, strides=spec.stride, dtype=full_dtype(spec), device=device
         )
         made._cell, made._book = cell, book
         return made
@@ -86,8 +87,7 @@ class GradHandle(torch.Tensor):
             if packet is aten.linalg_vector_norm and len(args) <= 2 and not kwargs:
                 return _norm(first, args[1] if len(args) > 1 else 2.0)
             if packet in LATER:
-                rest = _frozen(args[1:])
-                first.generation.change(lambda g: func(g, *rest, **kwargs))
+                _write_down(first, lambda g, *rest: func(g, *rest, **kwargs), args[1:])
                 return first
             if packet in (aten.add_, aten.zero_, aten.copy_, aten.fill_) and not first.generation.lent:
                 return _rewrite(packet, first, args, kwargs)
@@ -96,7 +96,7 @@ class GradHandle(torch.Tensor):
 
 def _bytes(x: Any) -> Any:
     """A copy, never the engine's own bytes: what is handed out may be written to or kept."""
-    return x._book.read(x.generation).clone() if isinstance(x, GradHandle) else x
+    return x._book.bytes.read(x.generation).clone() if isinstance(x, GradHandle) else x
 
 
 def _memory(x: Any) -> Any:
@@ -104,17 +104,13 @@ def _memory(x: Any) -> Any:
     return x._book.lend(x._cell) if isinstance(x, GradHandle) else x
 
 
-def _frozen(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Operands as they are now; the change may be applied much later."""
-    return tuple(x.clone() if isinstance(x, Tensor) else x for x in tree_map(_bytes, args))
+def _write_down(handle: GradHandle, run: Callable[..., object], operands: tuple[Any, ...]) -> None:
+    """The change may be made much later, so with the operands as they are now."""
+    handle.generation.change(Change.of(run, tree_map(_bytes, operands), handle.generation.spec))
 
 
 def _norm(handle: GradHandle, order: float) -> Tensor:
-    """The norm as torch would compute it; cached, because for a gradient that lives elsewhere it is dear."""
-    generation = handle.generation
-    if order not in generation.norms or generation.lent:
-        generation.norms[order] = torch._foreach_norm([handle._book.read(generation)], order)[0]
-    return generation.norms[order]
+    return handle._book.bytes.norm(handle.generation, order)
 
 
 def _rewrite(packet: Any, handle: GradHandle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GradHandle:
@@ -128,7 +124,7 @@ def _rewrite(packet: Any, handle: GradHandle, args: tuple[Any, ...], kwargs: dic
     elif packet is aten.zero_:
         handle._cell[0] = Generation(old.unit, old.param, old.spec, None)
     else:
-        value = getattr(old.empty(handle.device), packet.__name__)(*tree_map(_bytes, args[1:]), **kwargs)
+        value = getattr(old.empty(handle.device, handle.dtype), packet.__name__)(*tree_map(_bytes, args[1:]), **kwargs)
         handle._cell[0] = book.take(old.unit, old.param, value)
     return handle
 
@@ -162,16 +158,17 @@ def _zero_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 
 
 def _later_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    shared = _frozen(args[1:])
+    lists = [isinstance(a, list | tuple) for a in args[1:]]
+
+    def run(g: Tensor, *rest: Any) -> None:
+        func([g], *([a] if listed else a for a, listed in zip(rest, lists, strict=True)))
+
     for i, x in enumerate(args[0]):
-        _later(func, x, tuple([a[i]] if isinstance(a, list | tuple) else a for a in shared))
-
-
-def _later(func: Callable[..., Any], x: Tensor, rest: tuple[Any, ...]) -> None:
-    if isinstance(x, GradHandle):
-        x.generation.change(lambda g: func([g], *rest))
-    else:
-        func([x], *rest)
+        operands = tuple(a[i] if listed else a for a, listed in zip(args[1:], lists, strict=True))
+        if isinstance(x, GradHandle):
+            _write_down(x, run, operands)
+        else:
+            run(x, *operands)
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -17,11 +17,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from overspill.units.layout import Layout
 
 CLAIMED = "overspill"
 LEAF = "torch::autograd::AccumulateGrad"
+NARROW = (torch.bfloat16, torch.float16)
+_ONE_DTYPE = "Linear Bilinear LayerNorm GroupNorm MultiheadAttention PReLU RNN LSTM GRU"
+_CONVS = (f"Conv{way}{n}d" for way in ("", "Transpose") for n in (1, 2, 3))
+ONE_DTYPE = {getattr(nn, name).forward for name in (*_ONE_DTYPE.split(), *_CONVS)}
+"""Forwards of torch's modules that want inputs of the dtype of their weights."""
 OF_MODULES = frozenset(vars(nn.Module()))
 """What every module has: its parameters, hooks and children."""
 DEPTH = 4
@@ -32,6 +38,7 @@ class Root(Protocol):
     """Hears of calls of the whole model and of gradients: the engine."""
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    def end(self, output: Any) -> Any: ...
     def arrived(self, unit: int, param: int) -> None: ...
 
 
@@ -78,9 +85,12 @@ def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 def install(model: nn.Module, layout: Layout, listeners: Listeners) -> list[Any]:
     """Hook up a model; returns the handles that remove the hooks."""
-    handles = [_on_begin(model, listeners.root)]
+    handles: list[Any] = []
     for call in layout.calls:
         handles += _on_call(call.module, call.units, listeners.calls)
+        handles += _on_mixed_inputs(call.module)
+    # The root's own come last, so that its begin is first (it is put before the others) and its end is last.
+    handles += _on_root(model, listeners.root)
     for module in model.modules():
         handles += _on_state_dict(module, listeners.state_dicts)
     for unit, params in enumerate(layout.params):
@@ -90,11 +100,17 @@ def install(model: nn.Module, layout: Layout, listeners: Listeners) -> list[Any]
     return handles
 
 
-def _on_begin(model: nn.Module, listener: Root) -> Any:
+def _on_root(model: nn.Module, listener: Root) -> list[Any]:
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return listener.begin(args, kwargs)
 
-    return model.register_forward_pre_hook(Hook(begin), prepend=True, with_kwargs=True)
+    def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return listener.end(output)
+
+    return [
+        model.register_forward_pre_hook(Hook(begin), prepend=True, with_kwargs=True),
+        model.register_forward_hook(Hook(end), always_call=True),
+    ]
 
 
 def _on_call(module: nn.Module, units: tuple[int, ...], listener: Calls) -> list[Any]:
@@ -119,6 +135,22 @@ def _on_call(module: nn.Module, units: tuple[int, ...], listener: Calls) -> list
         module.register_forward_pre_hook(Hook(enter), prepend=True),
         module.register_forward_hook(Hook(leave), with_kwargs=True, always_call=True),
     ]
+
+
+def _on_mixed_inputs(module: nn.Module) -> list[Any]:
+    """Buffers are not cast, so an fp32 one may have widened what reaches a module of 16-bit weights: cast that back.
+    Only where torch would refuse the mixture, so this changes nothing that works."""
+    own = {p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()}
+    if type(module).forward not in ONE_DTYPE or len(own) != 1 or not own <= set(NARROW):
+        return []
+    dtype = own.pop()
+
+    def cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any(t.is_floating_point() and t.dtype != dtype for t in tensors_in((args, kwargs))):
+            return None
+        return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+
+    return [module.register_forward_pre_hook(Hook(cast), with_kwargs=True)]
 
 
 def _on_gradient(unit: int, param: int, listener: Root) -> Hook:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from overspill.errors import ModelError, OptionError, StateError
 from overspill.runtime.engine import Engine
+from overspill.runtime.generation import NARROW
 
 
 class StateView(Mapping[Tensor, dict[str, Any]]):
@@ -35,7 +36,7 @@ class StateView(Mapping[Tensor, dict[str, Any]]):
 def read_state(engine: Engine, p: Tensor) -> dict[str, Any]:
     """Copies of one parameter's optimizer state, as of the last step."""
     engine.settle()
-    return engine.parts.states.read(*engine.residency.place_of(p))
+    return engine.parts.made.update.read(*engine.residency.place_of(p))
 
 
 class SpilledOptimizer(torch.optim.Optimizer):
@@ -48,12 +49,12 @@ class SpilledOptimizer(torch.optim.Optimizer):
         for name in dict.fromkeys((*kept, *hooks)):
             self.__dict__[name] = vars(optimizer)[name]
         self._engine = engine
-        self._user = optimizer
+        self.given = optimizer
         self._report = report
         self._patch_step_function()
         _take_states(optimizer, engine)
         # A scheduler made before prepare has put a step of its own here; it comes back with `revive`.
-        self._user_step = vars(optimizer).get("step")
+        self._given_step = vars(optimizer).get("step")
         optimizer.step = _refuse_step  # type: ignore[assignment,method-assign]
         optimizer.state_dict = _refuse_state_dict  # type: ignore[method-assign]
         optimizer.load_state_dict = _refuse_state_dict  # type: ignore[assignment,method-assign]
@@ -74,7 +75,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
             )
         self._engine.step(self.param_groups)
         # A scheduler made before prepare watches the user's own optimizer for the order of its calls.
-        self._user._opt_called = True  # type: ignore[attr-defined]
+        self.given._opt_called = True  # type: ignore[attr-defined]
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
@@ -133,12 +134,12 @@ class SpilledOptimizer(torch.optim.Optimizer):
         """Give the user's own optimizer its states back; called when the model is closed."""
         states = {p: read_state(self._engine, p) for p in self._params()}
         for name in ("step", "state_dict", "load_state_dict"):
-            self._user.__dict__.pop(name, None)
-        if self._user_step is not None:
-            self._user.step = self._user_step  # type: ignore[method-assign]
+            self.given.__dict__.pop(name, None)
+        if self._given_step is not None:
+            self.given.step = self._given_step  # type: ignore[method-assign]
         for p, state in states.items():
             if state:
-                self._user.state[p] = state
+                self.given.state[p] = state
 
 
 def _refuse_step(*args: Any, **kwargs: Any) -> None:
@@ -173,12 +174,13 @@ def write_states(engine: Engine, states: Mapping[Any, Mapping[str, Any]]) -> Non
         unit, index = engine.residency.place_of(p)
         units.setdefault(unit, {})[index] = {k: _fitted(k, v, p) for k, v in state.items()}
     for unit, values in units.items():
-        engine.parts.states.write(unit, values)
+        engine.parts.made.update.write(unit, values)
 
 
 def _fitted(key: str, value: Any, p: nn.Parameter) -> Any:
-    """torch's rule for loaded states: on the parameter's device and of its dtype, but a step count stays as it is."""
-    if not isinstance(value, Tensor) or key == "step":
+    """torch's rule for loaded states: on the parameter's device and of its (master's) dtype, but a step count stays."""
+    if not isinstance(value, Tensor) or key == "step" or value.is_meta:
         return value.clone() if isinstance(value, Tensor) else value
-    dtype = p.dtype if value.is_floating_point() and p.is_floating_point() else value.dtype
+    own = torch.float32 if p.dtype in NARROW else p.dtype
+    dtype = own if value.is_floating_point() and p.is_floating_point() else value.dtype
     return value.detach().to(device=p.device, dtype=dtype, copy=True)

@@ -1,26 +1,49 @@
 """The parts of one engine, built from a layout and a placement: storage first, then who works on it."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from overspill.errors import BudgetError
+from overspill.kernels.reference import Rule
 from overspill.program import Program
+from overspill.runtime.adopt import Source, adopt
 from overspill.runtime.executor import Executor
+from overspill.runtime.generation import NARROW
+from overspill.runtime.gradient_bytes import GradientBytes, Home
 from overspill.runtime.gradients import Gradients
+from overspill.runtime.kernel_update import KernelUpdate
 from overspill.runtime.lanes import Lanes
-from overspill.runtime.states import States
-from overspill.runtime.updates import Updates
+from overspill.runtime.masters import Masters
+from overspill.runtime.own_update import OwnUpdate
+from overspill.runtime.pages import Pages
+from overspill.runtime.scaling import LossScale
+from overspill.runtime.updates import Update, Updates
 from overspill.runtime.weights import Weights
-from overspill.specs import Budget, TierName, human
-from overspill.tiers import Slot, Tier, host_available
+from overspill.specs import Budget, ParamSpec, TierName, align, human
+from overspill.tiers import Tier, host_available
 from overspill.trace import Recorder
 from overspill.units.layout import Layout
 from overspill.units.unit import Unit
 
+log = logging.getLogger("overspill")
+
 Tiers = dict[TierName, Tier]
+
+
+@dataclass(frozen=True, slots=True)
+class Materials:
+    """What an engine is built from, beside its plan."""
+
+    device: torch.device
+    optimizer: torch.optim.Optimizer
+    rule: Rule | None
+    """Our own update rule; None: the user's optimizer does every update."""
+    source: Source
+    extend: "Extend"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +60,17 @@ class Parts:
     device_peak: int
     """What the plan foretells for the device, with activations."""
     tiers: Tiers
-    units: tuple[Unit, ...]
-    executor: Executor
-    grads: Gradients
-    states: States
-    updates: Updates
-    recorder: Recorder
+    scale: LossScale | None
+    """Under fp16."""
+    made: "Made"
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return self.made.units
+
+    @property
+    def executor(self) -> Executor:
+        return self.made.executor
 
     def check_copies(self, nbytes: int, what: str) -> None:
         """Refuse host copies that the machine has no room for. They are the user's, so no budget counts them."""
@@ -72,61 +100,85 @@ class Parts:
             )
 
 
-def build(
-    layout: Layout, program: Program, tiers: Tiers, optimizer: torch.optim.Optimizer, device: torch.device
-) -> tuple[tuple[Unit, ...], Executor, Gradients, States, Updates, Recorder]:
+Extend = Callable[[TierName, int], Tier | None]
+"""(tier, bytes) -> more room on a tier, or an error where the budget has none; None for the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What `build` made."""
+
+    units: tuple[Unit, ...]
+    executor: Executor
+    grads: Gradients
+    masters: Masters
+    update: Update
+    updates: Updates
+    recorder: Recorder
+
+
+def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) -> Made:
     """Adopt the model's weights unit by unit and wire up the ops."""
     recorder = Recorder()
-    executor = Executor(program, Lanes(device, recorder))
-    units = tuple(_adopt(layout, program, tiers, device))
-    grads = Gradients(units, _grad_slots(program, tiers), tiers, executor)
-    states = States([u.spec for u in units], _state_slots(program, tiers), tiers, device)
-    updates = Updates(optimizer, units, grads, states)
-    executor.handle(Weights(units, tiers).handlers())
-    executor.handle(grads.handlers())
-    executor.handle(states.handlers())
-    executor.handle(updates.handlers())
-    return units, executor, grads, states, updates, recorder
+    executor = Executor(program, Lanes(materials.device, recorder))
+    model, placements = program.model, program.placements
+    # Weights first: what is in host memory already moves into the first slots of the arena.
+    homes = [_reserve(tiers, p.weight, u.weight_bytes) for u, p in zip(model.units, placements, strict=True)]
+    grad_homes = [
+        [_reserve(tiers, placement.grad, p.grad_bytes if p.trainable else 0) for p in unit.params]
+        for unit, placement in zip(model.units, placements, strict=True)
+    ]
+    page_homes = [
+        [_reserve(tiers, placement.state, page.state_bytes) for page in unit.pages]
+        for unit, placement in zip(model.units, placements, strict=True)
+    ]
+    pages = Pages(model, page_homes, executor)
+    units = tuple(adopt(layout, homes, pages, materials.source))
+    grads = Gradients(units, GradientBytes(grad_homes, _Wider(program, tiers, materials.extend), executor), executor)
+    masters = Masters(units, pages)
+    optimizer, rule = materials.optimizer, materials.rule
+    update: Update = KernelUpdate(rule, units, pages, masters) if rule else OwnUpdate(optimizer, units, pages, masters)
+    updates = Updates(update, grads, pages, masters)
+    for part in (Weights(units, tiers), grads, pages, updates):
+        executor.handle(part.handlers())
+    return Made(units, executor, grads, masters, update, updates, recorder)
 
 
-def _adopt(layout: Layout, program: Program, tiers: Tiers, device: torch.device) -> list[Unit]:
-    """One unit after the other, so that never more than one is in two places. If one fails, all are given back."""
-    units: list[Unit] = []
-    try:
-        for index, spec in enumerate(program.model.units):
-            tier = tiers.get(program.placements[index].weight)
-            home = tier.reserve(spec.weight_bytes) if tier is not None else None
-            units.append(Unit(spec, layout.params[index], device, home))
-            if tier is not None and home is not None:
-                _move_out(units[-1], tier, home, device)
-    except BaseException:
-        for unit in reversed(units):
-            if unit.home is not None and not unit.here:
-                unit.grow()
-                tiers[unit.home.tier].load(unit.home, unit.flat)  # type: ignore[index]
-            unit.give_back()
-        raise
-    return units
+def _reserve(tiers: Tiers, name: TierName, nbytes: int) -> Home | None:
+    tier = tiers.get(name)
+    return (tier, tier.reserve(nbytes)) if tier is not None and nbytes else None
 
 
-def _move_out(unit: Unit, tier: Tier, home: Slot, device: torch.device) -> None:
-    tier.store(home, unit.flat)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    unit.shrink()
+class _Wider:
+    """Gives wide gradients a home. See gradient_bytes.py, Note [Unplanned width]."""
+
+    def __init__(self, program: Program, tiers: Tiers, extend: Extend) -> None:
+        self._program = program
+        self._tiers = tiers
+        self._extend = extend
+        self._extended: dict[TierName, Tier | None] = {}
+
+    def __call__(self, unit: int, param: int) -> Home | None:
+        tier = self._program.placements[unit].grad
+        if tier not in self._extended:
+            # For all gradients of the tier at once: they will all be summed.
+            total = sum(_wide_bytes(p) for p in self._params(tier))
+            self._extended[tier] = self._extend(tier, total)
+            log.warning(
+                "a second backward pass before step(): gradients are summed in fp32, for which %s more are taken on "
+                "%s; say micro_batches=2 (or how many there are) to prepare, so that the plan counts them",
+                human(total),
+                tier,
+            )
+        more = self._extended[tier]
+        spec = self._program.model.units[unit].params[param]
+        return None if more is None else (more, more.reserve(4 * spec.numel))
+
+    def _params(self, tier: TierName) -> Iterator[ParamSpec]:
+        for unit, placement in zip(self._program.model.units, self._program.placements, strict=True):
+            if placement.grad == tier:
+                yield from (p for p in unit.params if p.trainable and p.dtype in NARROW)
 
 
-def _grad_slots(program: Program, tiers: Tiers) -> Sequence[Sequence[Slot | None]]:
-    slots: list[list[Slot | None]] = []
-    for spec, placement in zip(program.model.units, program.placements, strict=True):
-        tier = tiers.get(placement.grad)
-        slots.append([tier.reserve(p.grad_bytes) if tier is not None and p.trainable else None for p in spec.params])
-    return slots
-
-
-def _state_slots(program: Program, tiers: Tiers) -> Sequence[Sequence[Slot | None]]:
-    slots: list[list[Slot | None]] = []
-    for spec, placement in zip(program.model.units, program.placements, strict=True):
-        tier = tiers.get(placement.state)
-        slots.append([tier.reserve(p.state_bytes) if tier is not None and p.state_bytes else None for p in spec.pages])
-    return slots
+def _wide_bytes(p: ParamSpec) -> int:
+    return align(4 * p.numel, 4096)

@@ -19,6 +19,7 @@ from overspill.program import Mark, Need
 from overspill.runtime import hooks
 from overspill.runtime.copies import Copies
 from overspill.runtime.door import Closed, Open, register
+from overspill.runtime.generation import NARROW
 from overspill.runtime.parts import Parts
 from overspill.specs import Phase
 from overspill.units.unit import Unit
@@ -31,6 +32,8 @@ class Residency:
         self._model = model
         self._executor = parts.executor
         self._check_room = parts.check_room
+        self.masters = parts.made.masters
+        self._scale = parts.scale
         self._units = parts.units
         self._places = {id(p): (u, i) for u, unit in enumerate(self._units) for i, p in enumerate(unit.params)}
         self._depth = [0] * len(self._units)
@@ -46,6 +49,9 @@ class Residency:
         """Tensors that the user put into `p.grad`: they stay there, and autograd adds to them, as in plain torch."""
         for unit in self._units:
             for p in unit.params:
+                if p.requires_grad and p.dtype in NARROW:
+                    # Gradients beside masters count as fp32.
+                    p.grad_dtype = None
                 register(p, self)
                 p.__class__ = Closed
 
@@ -86,6 +92,8 @@ class Residency:
     # --- calls of modules, and backward
 
     def enter(self, units: tuple[int, ...]) -> None:
+        if self._scale is not None:
+            self._scale.check_inside()
         if any(self._depth[u] == 0 for u in units):
             self.need(units)
         for u in units:
@@ -135,12 +143,15 @@ class Residency:
 
     def leave(self, params: list[nn.Parameter], graph: bool, written: bool) -> None:
         units = tuple(dict.fromkeys(self.place_of(p)[0] for p in params))
+        if graph and self._scale is not None:
+            self._scale.check_inside()
         self._visited.update(units)
         if graph or written:
             self._executor(Mark(units, pin=graph, written=written))
 
     def touched(self, p: nn.Parameter) -> None:
         unit, _ = self.place_of(p)
+        self.masters.handed_out(self.place_of(p))
         self._visited.add(unit)
         self._executor(Mark((unit,), written=True))
 

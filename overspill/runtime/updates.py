@@ -1,20 +1,24 @@
-"""Runs the user's own optimizer on one page at a time, with the hyperparameters that held at `step()`."""
+"""Updates that are due: which gradients and hyperparameters each took at `step()`, and the ops that carry them out.
+
+Who does the arithmetic is a value: the user's own optimizer on whole parameters (own_update.py), or one of our rules on
+pieces of flat memory (kernel_update.py).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from overspill.errors import ModelError
 from overspill.program import Kind, Op
 from overspill.runtime.executor import Handler
-from overspill.runtime.gradients import Generation, Gradients, as_bytes
+from overspill.runtime.generation import Generation, as_flat, full_dtype
+from overspill.runtime.gradients import Gradients
 from overspill.runtime.lanes import Work
-from overspill.runtime.states import States
-from overspill.units.states import stand_in
-from overspill.units.unit import Unit
+from overspill.runtime.masters import Masters
+from overspill.runtime.pages import Pages
+from overspill.specs import PartSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,67 @@ class Job:
     due: tuple[Due, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What an update of a page has to do for one part of it."""
+
+    hypers: Mapping[str, Any]
+    due: Due
+    part: PartSpec
+    staged: Tensor | None
+    """The part's gradient, flat, where that does not live on the device: as its bytes were kept."""
+    device: torch.device
+
+    def piece(self, begin: int, end: int) -> Tensor:
+        """Elements of the part's gradient as they count, with the changes made before `step()`: new memory, flat."""
+        generation, first = self.due.generation, self.part.begin
+        if generation.zero:
+            piece = torch.zeros(end - begin, dtype=full_dtype(generation.spec), device=self.device)
+        else:
+            source = self.staged[begin:end] if self.staged is not None else self._own()[first + begin : first + end]
+            piece = generation.widened(source)
+            piece = piece.clone() if piece is source else piece
+        for change in generation.todo[: self.due.changes]:
+            change.on_piece(piece, first + begin)
+        return piece
+
+    def whole(self) -> Tensor:
+        """The gradient of a whole parameter; the bytes in `p.grad` themselves, where they count as they are."""
+        generation, changes = self.due.generation, self.due.changes
+        if self.staged is None and not generation.zero and not generation.narrow:
+            assert generation.value is not None, f"the gradient of {generation.spec.name} is not on the device"
+            for change in generation.todo[:changes]:
+                change.on(generation.value)
+            del generation.todo[:changes]
+            return generation.value
+        spec = generation.spec
+        return self.piece(0, self.part.numel).as_strided(spec.shape, spec.stride)
+
+    def _own(self) -> Tensor:
+        value = self.due.generation.value
+        assert value is not None, f"the gradient of {self.due.generation.spec.name} is not on the device"
+        return as_flat(value)
+
+
+class Update(Protocol):
+    """Who does the arithmetic of updates, and knows the optimizer's states."""
+
+    def due(self, unit: int, params: Sequence[int]) -> None:
+        """A step was taken for these parameters."""
+
+    def run(self, unit: int, page: int, shares: Sequence[Share]) -> None:
+        """Update one page; everything is on the device."""
+
+    def outline(self, unit: int, param: int) -> dict[str, Any]:
+        """A parameter's state as torch has it, but tensors of several elements are on the meta device."""
+
+    def read(self, unit: int, param: int, keys: Sequence[str] | None = None) -> dict[str, Any]:
+        """Copies of a parameter's state, as torch has it, or of some of it."""
+
+    def write(self, unit: int, values: Mapping[int, Mapping[str, Any]]) -> None:
+        """Replace the states of a unit's parameters (index -> state); an empty state forgets it."""
+
+
 def snapshot(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's hyperparameters as they are now; schedulers change them, a tensor learning rate even in place."""
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
@@ -42,156 +107,84 @@ def snapshot(group: Mapping[str, Any]) -> dict[str, Any]:
 class Updates:
     """Pending updates of all units, and the ops that carry them out."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[Unit], grads: Gradients, states: States):
-        self._runner = stand_in(optimizer, [])
-        self._units = units
+    def __init__(self, update: Update, grads: Gradients, pages: Pages, masters: Masters) -> None:
+        self._update = update
         self._grads = grads
-        self._states = states
+        self._pages = pages
+        self._masters = masters
         self._pending: dict[int, tuple[Job, ...]] = {}
-        self._staged: dict[tuple[int, int], dict[int, Tensor]] = {}
+        self._staged: dict[tuple[int, int], dict[tuple[int, int], Tensor]] = {}
+        """(unit, page) -> (parameter, first element) -> gradients that are there for an update."""
 
     def handlers(self) -> dict[Kind, Handler]:
-        return {Kind.PAGE_GRADS: self._fetch, Kind.UPDATE: self._update, Kind.PAGE_DROP: self._drop}
+        return {Kind.PAGE_GRADS: self._fetch, Kind.UPDATE: self._run, Kind.PAGE_DROP: self._drop}
 
     def put(self, unit: int, jobs: tuple[Job, ...]) -> None:
         assert unit not in self._pending, "an older update of the unit must be drained before the next is due"
         self._pending[unit] = jobs
+        due = [d.param for job in jobs for d in job.due]
         # Weights saved for a backward are out of date from now on, and autograd shall say so, as after a plain step.
-        due = [self._units[unit].params[d.param] for job in jobs for d in job.due]
-        torch.autograd.graph.increment_version(due)
+        self._masters.due([(unit, param) for param in due])
+        self._update.due(unit, due)
 
-    def _of_page(self, op: Op) -> list[tuple[Mapping[str, Any], list[Due]]]:
-        page = self._units[op.unit].spec.pages[op.item]
-        jobs = self._pending.get(op.unit, ())
-        parts = [(job.hypers, [d for d in job.due if page.first <= d.param < page.last]) for job in jobs]
-        return [(hypers, due) for hypers, due in parts if due]
+    def _shares(self, op: Op) -> list[Share]:
+        parts: dict[int, list[PartSpec]] = {}
+        for part in self._pages.spec(op.unit, op.item).parts:
+            parts.setdefault(part.param, []).append(part)
+        staged = self._staged.get((op.unit, op.item), {})
+        return [
+            Share(job.hypers, due, part, staged.get((part.param, part.begin)), self._pages.device)
+            for job in self._pending.get(op.unit, ())
+            for due in job.due
+            for part in parts.get(due.param, ())
+        ]
 
     def _fetch(self, op: Op) -> Work:
         """Bring the page's gradients to the device; those that are there already are copied."""
-        staged: dict[int, Tensor] = {}
+        staged: dict[tuple[int, int], Tensor] = {}
         loads: list[Work] = []
 
         def load() -> None:
             for each in loads:
                 each()
 
-        for _, due in self._of_page(op):
-            for d in due:
-                value = staged[d.param] = d.generation.empty(self._states.device)
-                loads.append(self._load(d.generation, value))
+        for share in self._shares(op):
+            dtype = share.due.generation.dtype
+            value = torch.empty(share.part.numel, dtype=dtype, device=self._pages.device)
+            staged[share.part.param, share.part.begin] = value
+            loads.append(self._load(share.due.generation, share.part, value))
         self._staged[op.unit, op.item] = staged
         return load
 
-    def _load(self, generation: Generation, value: Tensor) -> Work:
-        home = self._grads.home(generation.unit, generation.param)
+    def _load(self, generation: Generation, part: PartSpec, value: Tensor) -> Work:
+        home = self._grads.bytes.home(generation.unit, generation.param)
         here = generation.value
         if generation.zero:
-            return lambda: _zero(value)
+            return lambda: _copy(value, torch.zeros((), dtype=value.dtype, device=value.device))
         if here is not None:
-            return lambda: _copy(value, here)
+            return lambda: _copy(value, as_flat(here)[part.begin : part.end])
         assert home is not None, f"the gradient of {generation.spec.name} has no bytes"
-        return lambda: home[0].load(home[1], as_bytes(value))
+        slot = home[1].piece(part.begin * generation.dtype.itemsize, part.numel * generation.dtype.itemsize)
+        return lambda: home[0].load(slot, value.view(torch.uint8))
 
-    def _update(self, op: Op) -> Work:
-        return lambda: self._run(op)
+    def _run(self, op: Op) -> Work:
+        def run() -> None:
+            shares = self._shares(op)
+            if op.item == len(self._pages.model.units[op.unit].pages) - 1:
+                del self._pending[op.unit]
+            if shares:
+                with torch.inference_mode(False), torch.no_grad():
+                    self._update.run(op.unit, op.item, shares)
 
-    def _run(self, op: Op) -> None:
-        parts, unit = self._of_page(op), self._units[op.unit]
-        if op.item == len(unit.spec.pages) - 1:
-            del self._pending[op.unit]
-        if parts:
-            self._run_parts(op, parts)
-
-    def _run_parts(self, op: Op, parts: list[tuple[Mapping[str, Any], list[Due]]]) -> None:
-        unit, staged = self._units[op.unit], self._staged.get((op.unit, op.item), {})
-        groups, gradients = [], {}
-        for hypers, due in parts:
-            groups.append({**hypers, "params": [unit.params[d.param] for d in due]})
-            for d in due:
-                gradients[d.param] = self._gradient(d, staged)
-        self._step(op, groups, gradients)
-        for (hypers, _), group in zip(parts, groups, strict=True):
-            _refuse_changed_group(type(self._runner).__name__, hypers, group)
-
-    def _gradient(self, due: Due, staged: Mapping[int, Tensor]) -> Tensor:
-        """The gradient with the changes that were made before `step()`."""
-        generation, value = due.generation, staged.get(due.param)
-        if value is None and generation.zero:
-            value = generation.empty(self._states.device).zero_()
-        if value is not None:
-            for change in generation.todo[: due.changes]:
-                change(value)
-            return value
-        assert generation.value is not None, f"the gradient of {generation.spec.name} is not on the device"
-        for change in generation.todo[: due.changes]:
-            change(generation.value)
-        del generation.todo[: due.changes]
-        return generation.value
-
-    def _step(self, op: Op, groups: list[dict[str, Any]], gradients: Mapping[int, Tensor]) -> None:
-        """One step of the user's optimizer on the user's own parameters, made plain for its duration."""
-        unit, page = self._units[op.unit], op.item
-        runner = self._runner
-        runner.param_groups = groups
-        runner.state.clear()
-        kept = {i: (unit.params[i], type(unit.params[i]), unit.params[i].grad) for i in gradients}
-        with torch.inference_mode(False), torch.no_grad():
-            for i, (p, _, _) in kept.items():
-                # torch picks its fast paths by exact type, so the parameter must be a plain one here.
-                p.__class__ = nn.Parameter
-                p.grad = None
-                p.grad = gradients[i]
-                state = self._states.lend(op.unit, i, page)
-                if state:
-                    runner.state[p] = state
-            counts = _counts(runner)
-            try:
-                runner.step()
-            finally:
-                for p, cls, grad in kept.values():
-                    p.grad = None
-                    p.grad = grad
-                    p.__class__ = cls
-            for i, (p, _, _) in kept.items():
-                self._states.take_back(op.unit, i, page, runner.state.get(p, {}))
-        _refuse_changed_group(type(runner).__name__, counts, _counts(runner))
-        runner.state.clear()
-        runner.param_groups = []
+        return run
 
     def _drop(self, op: Op) -> Work:
         def drop() -> None:
             self._staged.pop((op.unit, op.item), None)
-            self._states.drop(op.unit, op.item)
+            self._pages.drop(op.unit, op.item)
 
         return drop
 
 
 def _copy(to: Tensor, source: Tensor) -> None:
     to.copy_(source)
-
-
-def _zero(t: Tensor) -> None:
-    t.zero_()
-
-
-def _counts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Numbers that an optimizer keeps on itself; flags (torch's own check devices once) are none."""
-    return {f"self.{k}": v for k, v in vars(optimizer).items() if type(v) in (int, float)}
-
-
-def _refuse_changed_group(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """An optimizer that keeps running values in its groups couples all parameters: unit by unit would be wrong."""
-    for key in (after.keys() | before.keys()) - {"params"}:
-        value = before.get(key)
-        if after.get(key) is not value and not _equal(after.get(key), value):
-            raise ModelError(
-                f"expected {name} to leave its group values alone during a step, found {key!r} changed from {value} to "
-                f"{after.get(key)}; an optimizer that counts steps for all couples all parameters and cannot run "
-                "unit by unit"
-            )
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
-    return bool(a == b)

@@ -16,6 +16,11 @@ class Slot:
     offset: int
     file: int = 0
 
+    def piece(self, begin: int, nbytes: int) -> "Slot":
+        """Some of its bytes; on a disk they begin at a multiple of a block, as every slot does."""
+        assert begin >= 0 and begin + nbytes <= self.nbytes, f"{nbytes} bytes at {begin} are not in {self}"
+        return Slot(self.tier, nbytes, self.offset + begin, self.file)
+
 
 class Tier(Protocol):
     """Where bytes live. `load` and `store` take 1-D contiguous uint8 tensors on cpu or cuda."""

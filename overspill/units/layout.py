@@ -11,9 +11,11 @@ from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from overspill.errors import ModelError
-from overspill.specs import MiB, ModelSpec, PageSpec, ParamSpec, UnitSpec, align, dense_stride
+from overspill.specs import MiB, ModelSpec, ParamSpec, StateFormat, UnitSpec, align, dense_stride
+from overspill.units.pages import cut
 
 SPLIT_SHARE = 4
 """A block with more than 1/4 of the model's bytes is cut into its own blocks, where it has any."""
@@ -49,20 +51,43 @@ class _Group:
         return sum(_nbytes(p) for _, p in self.params)
 
 
-StateBytes = Callable[[nn.Parameter], int]
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """In what form the bytes of each role are kept."""
+
+    weight: torch.dtype | None
+    """What floating parameters will be cast to; None keeps them as they are."""
+    grad: torch.dtype | None
+    """What the gradients of those have room for; None: of the weight's dtype."""
+    state: StateFormat
+    state_bytes: Callable[[nn.Parameter], int | None]
+    """What the user's optimizer will keep for a parameter; None where it does not have it."""
+
+    def weight_of(self, p: nn.Parameter, wide: set[int]) -> torch.dtype:
+        if not p.is_floating_point() or self.weight is None:
+            return p.dtype
+        return torch.float32 if id(p) in wide else self.weight
 
 
-def lay_out(model: nn.Module, state_bytes: StateBytes, dtype: torch.dtype | None, page_bytes: int = 64 * MiB) -> Layout:
-    """Cut `model` into units. `dtype`: what floating parameters will be cast to; None keeps them as they are."""
+def wide_parameters(model: nn.Module) -> set[int]:
+    """Parameters (by id) that stay fp32 in every precision: norms that keep running statistics. Buffers are not cast,
+    and torch takes 16-bit inputs beside fp32 statistics only with fp32 parameters."""
+    norms = (m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None)
+    return {id(p) for m in norms for p in m.parameters(recurse=False)}
+
+
+def lay_out(model: nn.Module, forms: Forms, page_bytes: int = 64 * MiB) -> Layout:
+    """Cut `model` into units."""
     _refuse_overlaps(model)
     groups = _merge_left_over(_groups(model))
     owner = {id(p): i for i, group in enumerate(groups) for _, p in group.params}
     if not groups:
         raise ModelError("expected a model with parameters, found none; there is nothing to place")
-    units = tuple(_unit_spec(group, state_bytes, dtype, page_bytes) for group in groups)
+    wide = wide_parameters(model)
+    units = tuple(_unit_spec(group, forms, wide, page_bytes) for group in groups)
     calls = tuple(_calls(model, owner))
     buffers = sum(b.nbytes for b in model.buffers())
-    spec = ModelSpec(units=units, together=_together(model, calls), buffer_bytes=buffers)
+    spec = ModelSpec(units=units, together=_together(model, calls), buffer_bytes=buffers, format=forms.state)
     return Layout(spec=spec, params=tuple(tuple(p for _, p in g.params) for g in groups), calls=calls)
 
 
@@ -117,29 +142,29 @@ def _merge_left_over(groups: list[_Group]) -> list[_Group]:
     return merged
 
 
-def _unit_spec(group: _Group, state_bytes: StateBytes, dtype: torch.dtype | None, page_bytes: int) -> UnitSpec:
-    offset, specs = 0, []
+def _unit_spec(group: _Group, forms: Forms, wide: set[int], page_bytes: int) -> UnitSpec:
+    offset, specs, kept = 0, [], []
     for name, p in group.params:
-        kind = dtype if dtype is not None and p.is_floating_point() else p.dtype
-        stride = dense_stride(p.shape, p.stride())
-        state = state_bytes(p) if p.requires_grad else 0
-        nbytes = p.numel() * kind.itemsize
-        specs.append(ParamSpec(name, tuple(p.shape), stride, kind, offset, nbytes, p.requires_grad, state))
+        kind = forms.weight_of(p, wide)
+        grad = forms.grad if forms.grad is not None and p.is_floating_point() else kind
+        nbytes, trainable = p.numel() * kind.itemsize, p.requires_grad
+        state = forms.state_bytes(p) if trainable else None
+        specs.append(
+            ParamSpec(
+                name=name,
+                shape=tuple(p.shape),
+                stride=dense_stride(p.shape, p.stride()),
+                dtype=kind,
+                offset=offset,
+                nbytes=nbytes,
+                trainable=trainable,
+                grad_bytes=align(p.numel() * grad.itemsize) if trainable else 0,
+                state_bytes=(state or 0) if forms.state.fields is None else 0,
+            )
+        )
+        kept.append(state is not None)
         offset += align(nbytes)
-    return UnitSpec(group.name, tuple(specs), tuple(_pages(specs, page_bytes)))
-
-
-def _pages(params: list[ParamSpec], page_bytes: int) -> Iterator[PageSpec]:
-    """Runs of parameters with at most `page_bytes` of state and gradients, or one larger parameter."""
-    first = 0
-    for i in range(1, len(params) + 1):
-        run = params[first : i + 1]
-        size = sum(p.state_bytes + p.grad_bytes for p in run)
-        if i == len(params) or size > page_bytes:
-            run = params[first:i]
-            if any(p.trainable for p in run):
-                yield PageSpec(first, i, sum(p.state_bytes for p in run), sum(p.grad_bytes for p in run))
-            first = i
+    return UnitSpec(group.name, tuple(specs), tuple(cut(specs, kept, forms.state, page_bytes)))
 
 
 def _calls(model: nn.Module, owner: dict[int, int]) -> Iterator[Call]:

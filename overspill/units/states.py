@@ -44,11 +44,11 @@ class StateProbe:
         self._group = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
         self._known: dict[tuple[int, int], list[tuple[tuple[int, ...], int]]] = {}
 
-    def bytes_of(self, p: nn.Parameter) -> int:
-        """Bytes of all state tensors of `p`, each aligned; 0 if the optimizer does not have it."""
+    def bytes_of(self, p: nn.Parameter) -> int | None:
+        """Bytes of all state tensors of `p`, each aligned; None if the optimizer does not have it."""
         group = self._group.get(id(p))
         if group is None:
-            return 0
+            return None
         key = (group, p.dim())
         if key not in self._known:
             self._known[key] = self._run(group, p)

@@ -6,37 +6,55 @@ leaving is `resize_(0)`, coming back is `resize_(n)`. The parameters stay views 
 the storage is empty would crash the process, which is why parameters are closed between uses (runtime/door.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from overspill.specs import UnitSpec
 from overspill.tiers import Slot
 
 
 class Unit:
-    """The device side of a unit. `home`: its slot on another tier, or None where it lives on the device."""
+    """The device side of a unit. `home`: its slot on another tier, or None where it lives on the device.
+
+    It is born with a buffer of no particular content; once that is filled, `adopt` makes the parameters views of it.
+    """
 
     def __init__(self, spec: UnitSpec, params: tuple[nn.Parameter, ...], device: torch.device, home: Slot | None):
         self.spec = spec
         self.params = params
         self.home = home
-        self.came_from = tuple(p.device for p in params)
+        self.came_as = tuple((p.device if not p.is_meta else torch.device("cpu"), p.dtype) for p in params)
         with torch.inference_mode(False):
             self.flat = torch.empty(spec.weight_bytes, dtype=torch.uint8, device=device)
-        self._point([p.data for p in params])
+        self._views = 0
+
+    def adopt(self) -> None:
+        """Make the user's parameters views of the flat buffer. One on the meta device keeps its identity too."""
+        self._point()
         self._views = self._use_count()
 
-    def _point(self, values: Sequence[torch.Tensor] | None = None) -> None:
-        """Make the user's parameters views of the flat buffer, with these values."""
+    def _point(self) -> None:
         with torch.no_grad(), torch.inference_mode(False):
             for i, (spec, p) in enumerate(zip(self.spec.params, self.params, strict=True)):
-                flat = self.flat[spec.offset : spec.offset + spec.nbytes].view(spec.dtype)
-                view = flat.as_strided(spec.shape, spec.stride, spec.offset // spec.dtype.itemsize)
-                if values is not None:
-                    view.copy_(values[i])
+                flat = self.elements(i)
+                view = flat.as_strided(spec.shape, spec.stride, flat.storage_offset())
+                if p.is_meta:
+                    torch.utils.swap_tensors(p, nn.Parameter(view, p.requires_grad))
+                    continue
+                gradient, p.grad = p.grad, None
+                if view.dtype != p.dtype and hasattr(p, "grad_dtype"):
+                    p.grad_dtype = None
                 set_data(p, view)
+                p.grad = gradient
+
+    def elements(self, param: int, begin: int = 0, end: int | None = None) -> Tensor:
+        """A parameter's elements, or some of them, in memory order."""
+        spec = self.spec.params[param]
+        item = spec.dtype.itemsize
+        last = spec.nbytes if end is None else end * item
+        return self.flat[spec.offset + begin * item : spec.offset + last].view(spec.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -71,13 +89,17 @@ class Unit:
         """Whether somebody else holds views of the buffer, so that freeing it would leave them dangling."""
         return self._use_count() > self._views
 
-    def give_back(self) -> None:
-        """Every parameter gets bytes of its own again, on the device it came from. The unit must be here."""
+    def give_back(self, values: Mapping[int, Tensor]) -> None:
+        """Every parameter gets bytes of its own again, on the device and of the dtype it came with: what is here, or
+        for some of them `values` (their masters). The unit must be here."""
         with torch.no_grad():
-            for p, device in zip(self.params, self.came_from, strict=True):
-                value = p.detach()
-                data = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=device)
+            for i, (p, (device, dtype)) in enumerate(zip(self.params, self.came_as, strict=True)):
+                value = values.get(i, p.detach())
+                data = torch.empty_strided(p.shape, p.stride(), dtype=dtype, device=device)
+                p.grad = None
                 set_data(p, data.copy_(value))
+                if hasattr(p, "grad_dtype") and p.requires_grad:
+                    p.grad_dtype = p.dtype
         self.flat = self.flat.new_empty(0)
 
 

@@ -48,7 +48,9 @@ def test_a_plan_allocates_nothing(tmp_path: Path) -> None:
         model = nn.Sequential(*(nn.Linear(10_000, 10_000) for _ in range(100)))
     optimizer = adamw(model)
     tracemalloc.start()
-    planned = overspill.plan(model, optimizer, machine={"device": 2**36, "host": 2**38}, nvme={tmp_path: "1TB"})
+    planned = overspill.plan(
+        model, optimizer, machine={"device": 2**36, "host": 2**38}, nvme={tmp_path: "1TB"}, precision="fp32"
+    )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert planned.model.parameters == 100 * (10_000**2 + 10_000)
@@ -74,7 +76,7 @@ def test_a_plan_prints_as_a_table_and_as_json(tmp_path: Path) -> None:
 
 def test_a_plan_can_be_given_to_prepare(tmp_path: Path) -> None:
     model = small.build()
-    keywords = {**BUDGETS, "nvme": {tmp_path: "1GiB"}}
+    keywords = {**BUDGETS, "nvme": {tmp_path: "1GiB"}, "precision": "fp32"}
     planned = overspill.plan(model, adamw(model), **keywords, place=AWAY)
     model, optimizer = overspill.prepare(model, adamw(model), **keywords, place=planned)
     assert optimizer.report()["plan"] == planned
@@ -86,14 +88,14 @@ def test_a_plan_of_another_model_or_optimizer_is_refused(tmp_path: Path) -> None
     model = small.build()
     planned = overspill.plan(model, adamw(model), **BUDGETS)
     for other, steps in ((small.build(blocks=3), adamw), (model, lambda m: torch.optim.SGD(m.parameters()))):
-        with pytest.raises(OptionError, match=r"expected place= to be a plan of this model .*, found one of another"):
+        with pytest.raises(OptionError, match=r"expected place= to be a plan of this model .*, found another"):
             overspill.prepare(other, steps(other), **BUDGETS, place=planned)
 
 
 def test_world_of_one_only() -> None:
     model = small.build()
     with pytest.raises(OptionError, match="expected world=1, found 2"):
-        overspill.plan(model, adamw(model), world=2)
+        overspill.plan(model, adamw(model), world=2, precision="fp32")
 
 
 # ---- what prepare gives back
@@ -104,7 +106,7 @@ def test_the_objects_are_the_users(place, tmp_path: Path) -> None:
     model = small.build()
     own = adamw(model)
     params, groups = list(model.parameters()), own.param_groups
-    prepared, optimizer = overspill.prepare(model, own, place=place, nvme=tmp_path)
+    prepared, optimizer = overspill.prepare(model, own, place=place, nvme=tmp_path, precision="fp32")
     assert prepared is model and optimizer.param_groups is groups and optimizer.defaults is own.defaults
     assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -115,7 +117,7 @@ def test_the_objects_are_the_users(place, tmp_path: Path) -> None:
 
 def test_the_defaults_look_at_the_machine() -> None:
     plain, model = small.build(), small.build()
-    model, optimizer = overspill.prepare(model, adamw(model))
+    model, optimizer = overspill.prepare(model, adamw(model), precision="fp32")
     assert train(model, optimizer) == train(plain, adamw(plain))
     assert optimizer.report()["plan"].budget.device > 0
 
@@ -216,7 +218,7 @@ def test_close_gives_a_plain_model_and_the_users_optimizer(place, tmp_path: Path
     model = small.build()
     own = adamw(model)
     before = {*dir(model), *vars(own)}
-    prepared, optimizer = overspill.prepare(model, own, place=place, nvme=tmp_path)
+    prepared, optimizer = overspill.prepare(model, own, place=place, nvme=tmp_path, precision="fp32")
     train(prepared, optimizer)
     assert overspill.close(prepared) is model
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
@@ -236,7 +238,7 @@ def test_close_in_the_middle_of_a_step(place, tmp_path: Path) -> None:
     plain, steps = plain_run(2)
     model = small.build()
     own = adamw(model)
-    model, optimizer = overspill.prepare(model, own, place=place, nvme=tmp_path)
+    model, optimizer = overspill.prepare(model, own, place=place, nvme=tmp_path, precision="fp32")
     train(model, optimizer, 2)
     for m in (plain, model):
         for loss in losses(m, 2):
@@ -256,7 +258,7 @@ def test_prepared_closed_and_prepared_again(place, tmp_path: Path) -> None:
     model = small.build()
     own = adamw(model)
     for _ in range(3):
-        model, optimizer = overspill.prepare(model, own, place=place, nvme=tmp_path)
+        model, optimizer = overspill.prepare(model, own, place=place, nvme=tmp_path, precision="fp32")
         train(model, optimizer, 1)
         overspill.close(model)
     assert differing(weights(model), weights(plain)) == []
@@ -300,7 +302,7 @@ def test_nothing_is_left_when_the_model_is_dropped(place, tmp_path: Path) -> Non
 def test_the_model_alone_keeps_everything(tmp_path: Path) -> None:
     model = small.build()
     own = adamw(model)
-    model, optimizer = overspill.prepare(model, own, place=AWAY, nvme=tmp_path)
+    model, optimizer = overspill.prepare(model, own, place=AWAY, nvme=tmp_path, precision="fp32")
     train(model, optimizer)
     del optimizer
     gc.collect()

@@ -39,7 +39,7 @@ def prepare(nvme: Path) -> torch.nn.Module:
     model = small.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     place = dict.fromkeys(("weight", "grad", "state"), "nvme")
-    return overspill.prepare(model, optimizer, place=place, nvme=nvme)[0]
+    return overspill.prepare(model, optimizer, place=place, nvme=nvme, precision="fp32")[0]
 
 
 def test_a_killed_process_is_cleaned_up_after(tmp_path: Path) -> None:

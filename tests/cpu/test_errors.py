@@ -77,7 +77,7 @@ PLACES = [None, HERE, AWAY, {"weight": "nvme", "grad": "nvme", "state": "host"}]
 @pytest.mark.parametrize("place", PLACES, ids=["solved", "here", "away", "nvme"])
 @pytest.mark.parametrize("blocks", [1, 12])
 def test_the_smallest_gpu_budget_is_the_smallest(blocks: int, place, tmp_path: Path) -> None:
-    keywords = {"host": HOST, "nvme": tmp_path, "place": place}
+    keywords = {"host": HOST, "nvme": tmp_path, "place": place, "precision": "fp32"}
 
     def build():
         return small.build(blocks=blocks)
@@ -94,7 +94,7 @@ def test_the_smallest_host_budget_is_the_smallest(place, tmp_path: Path) -> None
     model = small.build(blocks=12)
     optimizer = adamw(model)
     gpu = smallest(model, optimizer, gpu=1, host=HOST)
-    keywords = {"gpu": 2 * gpu, "place": place, "nvme": tmp_path if place else None}
+    keywords = {"gpu": 2 * gpu, "place": place, "nvme": tmp_path if place else None, "precision": "fp32"}
 
     def build():
         return small.build(blocks=12)
@@ -120,8 +120,8 @@ def test_copies_are_the_users_and_do_not_count_against_the_host_budget(tmp_path:
     model = small.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     place = {"weight": "host", "grad": "host", "state": "host"}
-    needed = overspill.plan(model, optimizer, place=place).peak("host")
-    model, optimizer = overspill.prepare(model, optimizer, place=place, host=needed)
+    needed = overspill.plan(model, optimizer, place=place, precision="fp32").peak("host")
+    model, optimizer = overspill.prepare(model, optimizer, place=place, host=needed, precision="fp32")
     train(model, optimizer, 1)
     assert model.state_dict() and optimizer.state_dict()
 
@@ -130,7 +130,7 @@ def test_all_weights_at_once_beyond_the_gpu_budget(tmp_path: Path) -> None:
     model = small.build(blocks=12)
     optimizer = adamw(model)
     gpu = smallest(model, optimizer, gpu=1, host=HOST)
-    model, optimizer = overspill.prepare(model, optimizer, gpu=gpu, host=HOST)
+    model, optimizer = overspill.prepare(model, optimizer, gpu=gpu, host=HOST, precision="fp32")
     train(model, optimizer)
     with (
         pytest.raises(BudgetError, match=r"expected room for all weights on the device .* found .*; raise gpu= by"),
@@ -166,7 +166,7 @@ def test_nvme_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_unknown_option_is_a_type_error_and_a_value_error() -> None:
     refused(UnknownOptionError, r"found gpus=; did you mean gpu=\?", gpus="24GiB")
     with pytest.raises(TypeError, match=r"found gpus=; did you mean gpu=\?"):
-        overspill.plan(*both(), gpus="24GiB")
+        overspill.plan(*both(), gpus="24GiB", precision="fp32")
     refused(ValueError, r"found quux=; known are activations, .*, zero", quux=1)
 
 
@@ -179,7 +179,7 @@ BAD = [
     *[{"gpu": x} for x in (0, -1, 0.0, 1.5, -0.5, "lots", "24 XiB", "-1GiB", "0GiB", "", None, True, [1])],
     *[{"host": x} for x in (0, "24 Gigs", 2.0, False, float("nan"))],
     *[{"nvme": x} for x in (3, {"/tmp": "much"}, {"/tmp": 0}, {"/tmp": None}, {"/tmp": 0.5}, [1], {3: "1GiB"})],
-    *[{"precision": x} for x in ("fp8", None, torch.float32, "bf16", "fp16")],
+    *[{"precision": x} for x in ("fp8", None, torch.float32, torch.bfloat16)],
     *[{"states": x} for x in ("int8", None, "compact", {"a": "exact"})],
     *[{"update": x} for x in ("now", "eager", "delayed")],
     *[{"zero": x} for x in ("1", 4, -1, False, 1, 2, 3, 0.0)],
@@ -225,9 +225,9 @@ def test_fractions_and_sizes_that_are_right(tmp_path: Path) -> None:
 def test_what_is_no_model_or_no_optimizer() -> None:
     model, optimizer = both()
     with pytest.raises(ModelError, match=r"expected a torch.nn.Module, found list"):
-        overspill.prepare([model], optimizer)
+        overspill.prepare([model], optimizer, precision="fp32")
     with pytest.raises(ModelError, match=r"expected a torch.optim.Optimizer of your own, found type"):
-        overspill.prepare(model, torch.optim.AdamW)
+        overspill.prepare(model, torch.optim.AdamW, precision="fp32")
 
 
 def test_an_optimizer_of_other_parameters() -> None:
@@ -251,11 +251,11 @@ def test_states_that_are_larger_than_the_optimizer_makes_them(place, tmp_path: P
         with pytest.raises(
             ModelError, match=r"expected the optimizer to keep for '.*' what .*, found more: .*; a state"
         ):
-            overspill.prepare(model, optimizer, place=place, nvme=tmp_path)
+            overspill.prepare(model, optimizer, place=place, nvme=tmp_path, precision="fp32")
         assert {type(p) for p in model.parameters()} == {nn.Parameter}
         assert list(tmp_path.iterdir()) == []
     else:
-        model, optimizer = overspill.prepare(model, optimizer, place=place, nvme=tmp_path)
+        model, optimizer = overspill.prepare(model, optimizer, place=place, nvme=tmp_path, precision="fp32")
     assert train(model, optimizer) == train(plain, steps)
 
 
@@ -263,9 +263,9 @@ def test_states_that_are_larger_than_the_optimizer_makes_them(place, tmp_path: P
 def test_prepared_twice(place, tmp_path: Path) -> None:
     model, optimizer = prepare(place, tmp_path)
     with pytest.raises(StateError, match=r"expected a model that is not prepared, found 'embedding.weight' .*; close"):
-        overspill.prepare(model, adamw(model))
+        overspill.prepare(model, adamw(model), precision="fp32")
     with pytest.raises(ModelError, match=r"Optimizer of your own, found SpilledOptimizer"):
-        overspill.prepare(small.build(), optimizer)
+        overspill.prepare(small.build(), optimizer, precision="fp32")
     plain = small.build()
     assert train(model, optimizer) == train(plain, adamw(plain))
 
@@ -273,7 +273,7 @@ def test_prepared_twice(place, tmp_path: Path) -> None:
 def test_a_part_of_a_prepared_model(tmp_path: Path) -> None:
     model, _ = prepare(HERE, tmp_path)
     with pytest.raises(StateError, match="in a prepared one; close that first"):
-        overspill.prepare(model.blocks[1], adamw(model.blocks[1]))
+        overspill.prepare(model.blocks[1], adamw(model.blocks[1]), precision="fp32")
 
 
 def test_a_model_on_meta(tmp_path: Path) -> None:
@@ -281,8 +281,8 @@ def test_a_model_on_meta(tmp_path: Path) -> None:
         model = small.build()
     optimizer = adamw(model)
     with pytest.raises(ModelError, match=r"a model with values, found 'embedding.weight' on the meta device; "):
-        overspill.prepare(model, optimizer)
-    assert overspill.plan(model, optimizer, gpu=GPU, host=HOST).model.parameters > 0
+        overspill.prepare(model, optimizer, precision="fp32")
+    assert overspill.plan(model, optimizer, gpu=GPU, host=HOST, precision="fp32").model.parameters > 0
 
 
 def test_parameters_over_the_same_memory() -> None:
@@ -378,7 +378,7 @@ def test_a_step_or_a_clip_without_gradients(place, tmp_path: Path) -> None:
 def test_the_users_own_optimizer_after_prepare(place, tmp_path: Path) -> None:
     model = small.build()
     own = adamw(model)
-    model, optimizer = overspill.prepare(model, own, place=place, nvme=tmp_path)
+    model, optimizer = overspill.prepare(model, own, place=place, nvme=tmp_path, precision="fp32")
     for loss in losses(model, 1):
         loss.backward()
     for call in (own.step, lambda: own.step(lambda: 0.0)):
@@ -472,7 +472,7 @@ class Failing(torch.optim.SGD):
 def test_an_update_that_fails(place, tmp_path: Path) -> None:
     model = small.build()
     optimizer = Failing(model.parameters())
-    model, optimizer = overspill.prepare(model, optimizer, place=place, nvme=tmp_path, separable=True)
+    model, optimizer = overspill.prepare(model, optimizer, place=place, nvme=tmp_path, separable=True, precision="fp32")
     train(model, optimizer, 2)
     Failing.fails = True
     with pytest.raises(MemoryError):
@@ -485,20 +485,20 @@ def test_an_update_that_fails(place, tmp_path: Path) -> None:
 def test_an_empty_nvme_path(value: Any) -> None:
     model = small.build()
     with pytest.raises(OptionError, match="found an empty path; leave it out"):
-        overspill.prepare(model, adamw(model), nvme=value)
+        overspill.prepare(model, adamw(model), nvme=value, precision="fp32")
 
 
 def test_a_fraction_as_text() -> None:
     model = small.build()
     with pytest.raises(OptionError, match=r"expected gpu= as .* fraction, found '0.5'"):
-        overspill.prepare(model, adamw(model), gpu="0.5")
+        overspill.prepare(model, adamw(model), gpu="0.5", precision="fp32")
 
 
 @everywhere
 def test_state_dicts_of_the_users_own_optimizer(place, tmp_path: Path) -> None:
     model = small.build()
     own = adamw(model)
-    model, optimizer = overspill.prepare(model, own, place=place, nvme=tmp_path)
+    model, optimizer = overspill.prepare(model, own, place=place, nvme=tmp_path, precision="fp32")
     for use in (own.state_dict, lambda: own.load_state_dict(optimizer.state_dict())):
         with pytest.raises(StateError, match="use the returned one"):
             use()
@@ -514,7 +514,7 @@ def test_a_trace_into_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 def test_what_is_cast_is_said(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(4, 4).double(), nn.Linear(4, 4))
-    overspill.prepare(model, adamw(model))
+    overspill.prepare(model, adamw(model), precision="fp32")
     assert [r.getMessage() for r in caplog.records if "cast" in r.message] == [
         "parameters of float64 are cast to torch.float32, which is what precision= asks for"
     ]

@@ -169,7 +169,9 @@ def test_storage_that_fails_while_weights_move_in(tmp_path: Path, monkeypatch: p
     model = small.build()
     own = adamw(model)
     with pytest.raises(TierError, match="broken disk"):
-        overspill.prepare(model, own, place=dict.fromkeys(("weight", "grad", "state"), "nvme"), nvme=tmp_path)
+        overspill.prepare(
+            model, own, place=dict.fromkeys(("weight", "grad", "state"), "nvme"), nvme=tmp_path, precision="fp32"
+        )
     assert list(tmp_path.iterdir()) == []
     plain = small.build()
     assert train(model, own) == train(plain, adamw(plain))
@@ -179,9 +181,9 @@ def test_more_weights_at_once_than_the_budget_has_room_for(tmp_path: Path) -> No
     model = small.build(blocks=64)
     optimizer = adamw(model)
     place = {"weight": "host", "grad": "host", "state": "host"}
-    least = overspill.plan(model, optimizer, place=place, gpu="64MiB")
+    least = overspill.plan(model, optimizer, place=place, gpu="64MiB", precision="fp32")
     needed = least.peak("device") - least.bytes_of("device", "activations") + least.model.units[1].weight_bytes
-    model, optimizer = overspill.prepare(model, optimizer, place=place, gpu=needed)
+    model, optimizer = overspill.prepare(model, optimizer, place=place, gpu=needed, precision="fp32")
     average = [torch.zeros_like(p) for p in model.parameters()]
     with pytest.raises(BudgetError, match=r"needs .* of weights there at once.* fewer parameters at a time"):
         torch._foreach_lerp_(average, list(model.parameters()), 0.1)
@@ -192,7 +194,7 @@ def test_more_weights_at_once_than_the_budget_has_room_for(tmp_path: Path) -> No
 
 def test_a_plan_beyond_the_budgets_given() -> None:
     model = small.build()
-    made = overspill.plan(model, adamw(model), gpu="64MiB", place=HOST)
+    made = overspill.plan(model, adamw(model), gpu="64MiB", place=HOST, precision="fp32")
     for budget in ({"gpu": 4096}, {"host": 4096}):
         with pytest.raises(BudgetError, match="expected a plan within"):
             overspill.prepare(model, adamw(model), place=made, **budget)

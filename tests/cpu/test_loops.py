@@ -169,7 +169,7 @@ def made_before(place, nvme: Path, make):
     model = small.build()
     optimizer = adamw(model)
     scheduler = make(optimizer)
-    model, optimizer = overspill.prepare(model, optimizer, place=place, nvme=nvme)
+    model, optimizer = overspill.prepare(model, optimizer, place=place, nvme=nvme, precision="fp32")
     return model, optimizer, scheduler
 
 

@@ -124,8 +124,8 @@ def test_an_optimizer_of_the_users_own(place, tmp_path: Path) -> None:
     model = small.build()
     optimizer = Signed(model.parameters(), 1e-2)
     with pytest.raises(ModelError, match=r"found .*Signed; .*separable=True"):
-        overspill.prepare(model, optimizer, place=place, nvme=tmp_path)
-    model, optimizer = overspill.prepare(model, optimizer, place=place, nvme=tmp_path, separable=True)
+        overspill.prepare(model, optimizer, place=place, nvme=tmp_path, precision="fp32")
+    model, optimizer = overspill.prepare(model, optimizer, place=place, nvme=tmp_path, separable=True, precision="fp32")
     assert train(model, optimizer) == expected
     assert differing(weights(model), weights(plain)) == []
 
@@ -133,7 +133,7 @@ def test_an_optimizer_of_the_users_own(place, tmp_path: Path) -> None:
 def test_a_subclass_of_a_known_optimizer_is_an_unknown_one() -> None:
     model = small.build()
     with pytest.raises(ModelError, match=r"Subclass; .*separable=True"):
-        overspill.prepare(model, Subclass(model.parameters()))
+        overspill.prepare(model, Subclass(model.parameters()), precision="fp32")
 
 
 @everywhere
@@ -145,7 +145,7 @@ def test_an_optimizer_that_counts_in_its_groups_is_refused_at_its_first_update(
     optimizer = Counting(model.parameters(), 1e-2)
     if known:
         optimizer.param_groups[0]["steps"] = 0
-    model, optimizer = overspill.prepare(model, optimizer, place=place, nvme=tmp_path, separable=True)
+    model, optimizer = overspill.prepare(model, optimizer, place=place, nvme=tmp_path, separable=True, precision="fp32")
     with pytest.raises(ModelError, match=r"Counting .* found 'steps' changed from .* unit by unit"):
         train(model, optimizer, 2)
 
@@ -159,7 +159,7 @@ def test_optimizers_that_cannot_run_unit_by_unit_are_refused(
 ) -> None:
     model = small.build()
     with pytest.raises(ModelError, match=f"found {kind.__name__}, which {why}; use "):
-        overspill.prepare(model, kind(model.parameters()), separable=separable)
+        overspill.prepare(model, kind(model.parameters()), separable=separable, precision="fp32")
 
 
 # ---- state dicts
@@ -278,7 +278,7 @@ def test_states_that_exist_before_prepare(name: str, place, tmp_path: Path) -> N
     expected = train(plain, steps, 3)
     model = small.build()
     model, optimizer, _ = half_way(model, ALL[name](model))
-    model, optimizer = overspill.prepare(model, optimizer, place=place, nvme=tmp_path)
+    model, optimizer = overspill.prepare(model, optimizer, place=place, nvme=tmp_path, precision="fp32")
     assert train(model, optimizer, 3) == expected
     assert differing(weights(model), weights(plain)) == []
     assert same_states(optimizer.state_dict(), steps.state_dict())

@@ -8,7 +8,7 @@ import torch
 
 from overspill.plan.simulate import simulate, step_events
 from overspill.program import Begin, Event, Grad, Key, Kind, Lane, Mark, Need, Op, Program, Settle, Step, react, start
-from overspill.specs import Limits, ModelSpec, PageSpec, ParamSpec, Placement, UnitSpec, align
+from overspill.specs import Limits, ModelSpec, PageSpec, ParamSpec, PartSpec, Placement, UnitSpec, align
 
 TIERS = ("device", "host", "nvme")
 
@@ -16,10 +16,22 @@ TIERS = ("device", "host", "nvme")
 def unit(name: str, elements: int, params: int = 3) -> UnitSpec:
     nbytes = 4 * elements
     specs = tuple(
-        ParamSpec(f"{name}.{i}", (elements,), (1,), torch.float32, i * align(nbytes), nbytes, True, 2 * align(nbytes))
+        ParamSpec(
+            name=f"{name}.{i}",
+            shape=(elements,),
+            stride=(1,),
+            dtype=torch.float32,
+            offset=i * align(nbytes),
+            nbytes=nbytes,
+            trainable=True,
+            grad_bytes=align(nbytes),
+            state_bytes=2 * align(nbytes),
+        )
         for i in range(params)
     )
-    pages = tuple(PageSpec(i, i + 1, 2 * align(nbytes), align(nbytes)) for i in range(params))
+    pages = tuple(
+        PageSpec((PartSpec(i, 0, elements, 0),), elements, 2 * align(nbytes), align(nbytes)) for i in range(params)
+    )
     return UnitSpec(name, specs, pages)
 
 

@@ -28,7 +28,7 @@ def program_of(name: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     place = {"weight": "host", "grad": "host", "state": "nvme"}
     machine = {"device": GIB, "host": GIB}
-    made = overspill.plan(model, optimizer, place=place, nvme={".": "1GiB"}, machine=machine).program
+    made = overspill.plan(model, optimizer, place=place, nvme={".": "1GiB"}, machine=machine, precision="fp32").program
     state, ops = start(made), []
     for _ in range(2):
         for event in step_events(made, micro_batches=2):

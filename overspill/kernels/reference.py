@@ -1,0 +1,129 @@
+"""The update rules in plain torch: one order of operations, which every other executor reproduces bit for bit.
+
+Note [Roundings]: the order is that of torch's own optimizers. Where those fuse a multiplication with an addition,
+product and sum are computed in fp64 and rounded to fp32 together: that differs from a fused multiply-add in one of some
+2^28 cases, and every executor can do it exactly. All other operations are fp32 with one rounding each, division and
+square root as IEEE has them, scalars computed once on the host. So a step is within 2 ulp of max(|p|, |update|) of
+torch's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overspill.errors import ModelError
+
+Hypers = Mapping[str, Any]
+Apply = Callable[[Tensor, Tensor, Sequence[Tensor], Hypers, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one optimizer updates, element by element."""
+
+    fields: tuple[str, ...]
+    """The fp32 arrays that it keeps, by torch's names."""
+    initial: float
+    """What those hold before the first step."""
+    counts: bool
+    """Whether torch keeps a step count in its state."""
+    apply: Apply
+    """(masters, gradients, fields, hyperparameters, step): all fp32 [n] and changed in place; steps count from 1."""
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
+    """The rule that updates as this optimizer does; None where only its own `step` can."""
+    groups = optimizer.param_groups
+    if any(group.get("differentiable") for group in groups):
+        return None
+    kind = type(optimizer)
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        most = ("max_exp_avg_sq",) if any(group["amsgrad"] for group in groups) else ()
+        return Rule(("exp_avg", "exp_avg_sq", *most), 0.0, True, _adam)
+    if kind is torch.optim.SGD:
+        return Rule(("momentum_buffer",) if any(g["momentum"] for g in groups) else (), 0.0, False, _sgd)
+    if kind is torch.optim.Adagrad:
+        initial = {group["initial_accumulator_value"] for group in groups}
+        return Rule(("sum",), initial.pop(), True, _adagrad) if len(initial) == 1 else None
+    return None
+
+
+def _number(x: float) -> float:
+    """A scalar as fp32 has it."""
+    return torch.tensor(x, dtype=torch.float32).item()
+
+
+def _fused_(a: Tensor, b: Tensor, c: Tensor | float) -> Tensor:
+    """a += b * c, rounded once; see Note [Roundings]."""
+    product = b.double().mul_(c if isinstance(c, Tensor) else _number(c))
+    return a.copy_(product.add_(a))
+
+
+def _divide_(a: Tensor, scalar: float) -> Tensor:
+    """A true division: on cuda torch would multiply by the inverse of a number."""
+    return a.div_(a.new_full((), scalar))
+
+
+def _toward_(a: Tensor, b: Tensor, weight: float) -> None:
+    """a += weight * (b - a), or from the other end where that is nearer, as torch.lerp has it."""
+    if weight < 0.5:
+        _fused_(a, b.sub(a), weight)
+    else:
+        a.copy_(_fused_(b.clone(), b.sub(a), weight - 1))
+
+
+def _need(field: str, fields: Sequence[Tensor], count: int) -> None:
+    if len(fields) < count:
+        raise ModelError(
+            f"expected an optimizer that keeps what it kept at prepare, found that it wants {field!r} now; set such "
+            "hyperparameters before prepare, or close the model and prepare it anew"
+        )
+
+
+def _adam(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int) -> None:
+    lr, (beta1, beta2), decay = float(h["lr"]), map(float, h["betas"]), float(h["weight_decay"])
+    if h["maximize"]:
+        g.neg_()
+    if decay and h.get("decoupled_weight_decay"):
+        p.mul_(1 - lr * decay)
+    elif decay:
+        _fused_(g, p, decay)
+    m, v = fields[:2]
+    _toward_(m, g, 1 - beta1)
+    _fused_(v.mul_(beta2), g.mul(1 - beta2), g)
+    if h["amsgrad"]:
+        _need("max_exp_avg_sq", fields, 3)
+        v = torch.maximum(fields[2], v, out=fields[2])
+    size, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+    p.add_(m.mul(-size).div_(_divide_(v.sqrt(), root).add_(float(h["eps"]))))
+
+
+def _sgd(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int) -> None:
+    lr, momentum, decay = float(h["lr"]), float(h["momentum"]), float(h["weight_decay"])
+    if h["maximize"]:
+        g.neg_()
+    if decay:
+        _fused_(g, p, decay)
+    if momentum:
+        _need("momentum_buffer", fields, 1)
+        buffer = fields[0]
+        if step == 1:
+            buffer.copy_(g)
+        else:
+            _fused_(buffer.mul_(momentum), g, 1 - float(h["dampening"]))
+        g = _fused_(g, buffer, momentum) if h["nesterov"] else buffer
+    _fused_(p, g, -lr)
+
+
+def _adagrad(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int) -> None:
+    decay, total = float(h["weight_decay"]), fields[0]
+    lr = float(h["lr"]) / (1 + (step - 1) * float(h["lr_decay"]))
+    if h["maximize"]:
+        g.neg_()
+    if decay:
+        _fused_(g, p, decay)
+    _fused_(total, g, g)
+    p.add_(g.mul(-lr).div_(total.sqrt().add_(float(h["eps"]))))

@@ -1,0 +1,144 @@
+"""One gradient of one parameter, and the changes that wait for its bytes.
+
+Note [Generations]: `step()` takes a *generation* of a parameter's gradient, and its update may run much later. What
+the user does to `p.grad` meanwhile (zero it, drop it, scale it) must not reach that update. So `p.grad` is a light
+handle (handle.py) on a generation; changes in place are written down in `todo` and applied when the bytes are on the
+device, in order, exactly as torch would have applied them; `step()` remembers how many of them were written down.
+
+Note [Narrow and wide]: beside an fp32 master a gradient counts as fp32. While one backward pass alone has contributed
+its bytes stay as autograd made them, in the 16-bit compute dtype (*narrow*); every reader widens them, which is exact.
+A second contribution is added in fp32, and the sum is kept so (*wide*). Under fp16 narrow gradients are also scaled:
+their `factor` undoes that when they are widened.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overspill.specs import ParamSpec
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def full_dtype(spec: ParamSpec) -> torch.dtype:
+    """What a gradient counts as."""
+    return torch.float32 if spec.dtype in NARROW else spec.dtype
+
+
+def as_flat(t: Tensor) -> Tensor:
+    """A dense tensor's elements, in memory order."""
+    return t.as_strided((t.numel(),), (1,), t.storage_offset())
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """A dense tensor's memory as flat uint8, in memory order."""
+    return as_flat(t).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change in place: `run(gradient, *operands)`. Operands are numbers, or tensors of one element or laid out as the
+    gradient is, so that the change can be made piece by piece as well."""
+
+    run: Callable[..., object]
+    operands: tuple[Any, ...] = ()
+
+    @staticmethod
+    def of(run: Callable[..., object], operands: tuple[Any, ...], spec: ParamSpec) -> "Change":
+        """A change with operands as they are now, whatever becomes of them."""
+        return Change(run, tuple(_kept(x, spec) for x in operands))
+
+    def on(self, gradient: Tensor) -> None:
+        self.run(gradient, *self.operands)
+
+    def on_piece(self, piece: Tensor, begin: int) -> None:
+        """On elements `begin` and following, in memory order."""
+        end = begin + piece.numel()
+        self.run(piece, *(as_flat(x)[begin:end] if _is_full(x) else x for x in self.operands))
+
+
+def _is_full(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0
+
+
+def _kept(x: Any, spec: ParamSpec) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    if x.numel() == 1:
+        return x.clone().reshape(())
+    laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=x.dtype, device=x.device)
+    return laid_out.copy_(x.expand(spec.shape))
+
+
+class Generation:
+    """One gradient of one parameter. Its bytes are in `value`, or in the parameter's slot, or (`zero`) nowhere."""
+
+    def __init__(self, unit: int, param: int, spec: ParamSpec, value: Tensor | None, factor: Tensor | None = None):
+        self.unit = unit
+        self.param = param
+        self.spec = spec
+        self.value = value
+        self.dtype = full_dtype(spec) if value is None else value.dtype
+        """Of its bytes. See Note [Narrow and wide]."""
+        self.factor = factor
+        self.zero = value is None
+        self.todo: list[Change] = []
+        self.norms: dict[float, Tensor] = {}
+        self.raw_norm: Tensor | None = None
+        """The norm before any change: whether all its elements are finite."""
+        self.lent = False
+        """See gradients.py, Note [Lent gradients]."""
+
+    @property
+    def narrow(self) -> bool:
+        return self.dtype != full_dtype(self.spec)
+
+    def change(self, change: Change) -> None:
+        self.norms.clear()
+        if self.lent:
+            change.on(self.value)  # type: ignore[arg-type]
+        else:
+            self.todo.append(change)
+
+    @property
+    def viewed(self) -> bool:
+        """Whether somebody holds a view of a lent gradient, or a NumPy array of it."""
+        return self.value is not None and torch._C._storage_Use_Count(self.value.untyped_storage()._cdata) > 2
+
+    def taken(self) -> "Generation":
+        """What `step()` takes: a lent gradient may be written to before the update runs, so a copy of it."""
+        if not self.lent or self.value is None:
+            return self
+        return Generation(self.unit, self.param, self.spec, self.empty(self.value.device).copy_(self.value))
+
+    def empty(self, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty_strided(self.spec.shape, self.spec.stride, dtype=dtype or self.dtype, device=device)
+
+    def widened(self, value: Tensor) -> Tensor:
+        """Some of its elements as they count; what was narrow is new memory."""
+        if value.dtype == full_dtype(self.spec):
+            return value
+        wide = value.to(full_dtype(self.spec))
+        return wide if self.factor is None else wide.mul_(self.factor)
+
+    def norm(self, value: Tensor, order: float = 2.0) -> Tensor:
+        """Of its bytes, which are on the device; narrow ones are summed in fp32 without being copied."""
+        if not self.narrow:
+            return torch._foreach_norm([value], order)[0]
+        found = torch._foreach_norm([value], order, dtype=full_dtype(self.spec))[0]
+        return found if self.factor is None else found * self.factor
+
+    def add(self, contribution: Callable[[Tensor], object]) -> None:
+        """The bytes are on the device: make the changes that wait, then add. The sum is wide."""
+        assert self.value is not None, f"the gradient of {self.spec.name} is not on the device"
+        self.value = self.widened(self.value)
+        self.dtype, self.factor = self.value.dtype, None
+        for change in self.todo:
+            change.on(self.value)
+        self.todo.clear()
+        self.norms.clear()
+        self.raw_norm = None
+        contribution(self.value)

@@ -1,0 +1,99 @@
+"""Where the bytes of gradients are, and what they say.
+
+Note [Unplanned width]: a plan for one micro-batch has room for narrow gradients. A loop that accumulates all the same
+gets wide homes when the first sum needs one, where the budgets allow it; else it is refused and told what to say.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from overspill.program import Key, Kind
+from overspill.runtime.executor import Executor
+from overspill.runtime.generation import Generation, as_bytes
+from overspill.tiers import Slot, Tier
+
+log = logging.getLogger("overspill")
+
+Home = tuple[Tier, Slot]
+Widen = Callable[[int, int], Home | None]
+"""(unit, param) -> room for a wide gradient; None where gradients live on the device. See Note [Unplanned width]."""
+
+
+class GradientBytes:
+    """`homes[unit][param]` is None where gradients live on the device."""
+
+    def __init__(self, homes: Sequence[Sequence[Home | None]], widen: Widen, executor: Executor) -> None:
+        self._homes = {(u, i): home for u, row in enumerate(homes) for i, home in enumerate(row)}
+        self._widen = widen
+        self._widened: set[tuple[int, int]] = set()
+        self._executor = executor
+        self._device = executor.lanes.device
+        self._owner: dict[tuple[int, int], weakref.ref[Generation]] = {}
+
+    def home(self, unit: int, param: int) -> Home | None:
+        return self._homes[unit, param]
+
+    def read(self, generation: Generation) -> Tensor:
+        """The gradient's current value. May be its own bytes: do not write to it and do not hand it out."""
+        if generation.zero:
+            value = generation.empty(self._device).zero_()
+        else:
+            value = generation.widened(self._bytes(generation))
+        if not generation.todo:
+            return value
+        if value is generation.value:
+            value = generation.empty(value.device).copy_(value)
+        for change in generation.todo:
+            change.on(value)
+        return value
+
+    def norm(self, generation: Generation, order: float = 2.0) -> Tensor:
+        """Of the gradient's current value; cached, because for a gradient that lives elsewhere it is dear."""
+        if order not in generation.norms or generation.lent:
+            changed = generation.zero or generation.todo
+            value = self.read(generation) if changed else self._bytes(generation)
+            found = torch._foreach_norm([value], order)[0] if changed else generation.norm(value, order)
+            generation.norms[order] = found
+            generation.raw_norm = found if order == 2.0 and not changed else generation.raw_norm
+        return generation.norms[order]
+
+    def raw_norm(self, generation: Generation) -> Tensor:
+        """Of its bytes as they came, whatever changes wait for them."""
+        if generation.raw_norm is None and not generation.zero:
+            generation.raw_norm = generation.norm(self._bytes(generation))
+        return torch.zeros((), device=self._device) if generation.raw_norm is None else generation.raw_norm
+
+    def _bytes(self, generation: Generation) -> Tensor:
+        value = generation.value
+        return self._load(generation) if value is None else value.to(self._device)
+
+    def make_room(self, generation: Generation) -> None:
+        """See Note [Unplanned width]."""
+        key, spec = (generation.unit, generation.param), generation.spec
+        if generation.narrow or key in self._widened or spec.numel * generation.dtype.itemsize <= spec.grad_bytes:
+            return
+        self._homes[key] = self._widen(*key)
+        self._widened.add(key)
+
+    def claim(self, generation: Generation) -> None:
+        """The slot is this generation's now. If somebody still looks at an older one, it gets bytes of its own."""
+        key = (generation.unit, generation.param)
+        if self.home(*key) is None:
+            return
+        former = self._owner[key]() if key in self._owner else None
+        if former is not None and former is not generation and not former.zero and former.value is None:
+            former.value = self._load(former).to("cpu")
+            log.info("an old gradient of %s is still referred to: kept a copy in host memory", former.spec.name)
+        self._owner[key] = weakref.ref(generation)
+
+    def _load(self, generation: Generation) -> Tensor:
+        home = self.home(generation.unit, generation.param)
+        assert home is not None, f"the gradient of {generation.spec.name} has no bytes"
+        self._executor.wait(Key(Kind.GRAD_STORE, generation.unit, generation.param))
+        value = generation.empty(self._device)
+        home[0].load(home[1], as_bytes(value))
+        return value

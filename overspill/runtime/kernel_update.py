@@ -1,0 +1,120 @@
+"""Updates by our own rules (kernels/reference.py), on pieces of flat memory."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overspill.errors import ModelError
+from overspill.kernels.masters import join, split
+from overspill.kernels.reference import Rule
+from overspill.runtime.generation import as_flat
+from overspill.runtime.masters import Masters
+from overspill.runtime.pages import Pages, arrays_of
+from overspill.runtime.updates import Share
+from overspill.specs import KERNEL_PIECE, PartSpec
+from overspill.units.unit import Unit
+
+
+class KernelUpdate:
+    """One rule for all parameters. Counts steps per parameter; what else it knows is in the pages."""
+
+    def __init__(self, rule: Rule, units: Sequence[Unit], pages: Pages, masters: Masters) -> None:
+        self._rule = rule
+        self._units = units
+        self._pages = pages
+        self._masters = masters
+        self._steps: Counter[tuple[int, int]] = Counter()
+
+    def due(self, unit: int, params: Sequence[int]) -> None:
+        self._steps.update((unit, param) for param in params)
+
+    def run(self, unit: int, page: int, shares: Sequence[Share]) -> None:
+        memory = self._pages.make(unit, page)
+        for share in shares:
+            kept, *fields = self._arrays(unit, page, share.part, memory)
+            self._masters.current(unit, page, share.part, kept)
+            weight = self._units[unit].elements(share.due.param, share.part.begin, share.part.end)
+            step = self._steps[unit, share.due.param]
+            rounded = (unit, share.due.param) in self._masters
+            for begin in range(0, share.part.numel, KERNEL_PIECE):
+                end = min(begin + KERNEL_PIECE, share.part.numel)
+                master = join(weight[begin:end], kept[begin:end]) if rounded else weight[begin:end]
+                gradient = share.piece(begin, end)
+                self._rule.apply(master, gradient, [f[begin:end] for f in fields], share.hypers, step)
+                if rounded:
+                    split(master, weight[begin:end], kept[begin:end])
+
+    def _arrays(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> list[Tensor]:
+        return arrays_of(self._pages.model.format, self._pages.spec(unit, page), part, memory)
+
+    # --- from outside, while nothing is in flight
+
+    def outline(self, unit: int, param: int) -> dict[str, Any]:
+        """As torch has it; nothing where the parameter never had a step."""
+        steps, spec = self._steps[unit, param], self._units[unit].spec.params[param]
+        if not steps:
+            return {}
+        whole = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32, device="meta")
+        return ({"step": torch.tensor(float(steps))} if self._rule.counts else {}) | dict.fromkeys(
+            self._rule.fields, whole
+        )
+
+    def read(self, unit: int, param: int, keys: Sequence[str] | None = None) -> dict[str, Any]:
+        found = self.outline(unit, param)
+        found = found if keys is None else {key: found[key] for key in keys}
+        wanted = {i: key for i, key in enumerate(self._rule.fields) if key in found}
+        for key in wanted.values():
+            found[key] = torch.empty_like(found[key], device="cpu")
+        for page, part in self._parts(unit, param) if wanted else ():
+            _, *fields = self._arrays(unit, page, part, self._pages.read(unit, page))
+            for i, key in wanted.items():
+                as_flat(found[key])[part.begin : part.end].copy_(fields[i])
+        return found
+
+    def _parts(self, unit: int, param: int) -> list[tuple[int, PartSpec]]:
+        pages = self._pages.model.units[unit].pages
+        return [(i, part) for i, page in enumerate(pages) for part in page.parts if part.param == param]
+
+    def write(self, unit: int, values: Mapping[int, Mapping[str, Any]]) -> None:
+        laid_out = {param: self._fields(unit, param, state) for param, state in values.items()}
+        for i, page in enumerate(self._pages.model.units[unit].pages):
+            memory = self._pages.read(unit, i)
+            for part in page.parts:
+                _, *fields = self._arrays(unit, i, part, memory)
+                given = laid_out.get(part.param) or [None] * len(fields)
+                for field, value in zip(fields, given, strict=True):
+                    if value is None:
+                        field.fill_(self._rule.initial)
+                    else:
+                        field.copy_(as_flat(value)[part.begin : part.end])
+            self._pages.write(unit, i, memory)
+        for param in range(len(self._units[unit].params)):
+            self._steps[unit, param] = self._count(values.get(param, {}))
+
+    def _count(self, state: Mapping[str, Any]) -> int:
+        """torch's SGD keeps no count, and needs none but whether there was a step."""
+        return int(state.get("step", 0)) if self._rule.counts else int(any(v is not None for v in state.values()))
+
+    def _fields(self, unit: int, param: int, state: Mapping[str, Any]) -> list[Tensor | None]:
+        """The rule's arrays for one parameter, laid out as it is."""
+        spec = self._units[unit].spec.params[param]
+        unknown = state.keys() - {"step", *self._rule.fields}
+        if any(state[key] is not None for key in unknown):
+            raise ModelError(
+                f"expected states {sorted(self._rule.fields)} for {spec.name!r}, found {sorted(unknown)}; load states "
+                "of the same optimizer with the same settings, or prepare with kernels='torch'"
+            )
+        found: list[Tensor | None] = []
+        for name in self._rule.fields:
+            value = state.get(name)
+            if value is not None and tuple(value.shape) != spec.shape:
+                raise ModelError(
+                    f"expected {name!r} of shape {spec.shape} for {spec.name!r}, found {tuple(value.shape)}; load the "
+                    "states of the same model"
+                )
+            laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32)
+            found.append(None if value is None or value.is_meta else laid_out.copy_(value))
+        return found

@@ -1,0 +1,125 @@
+"""Pages of state: their bytes on the device while they are used, and in their homes."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from overspill.program import Key, Kind, Op
+from overspill.runtime.executor import Executor, Handler
+from overspill.runtime.lanes import Work
+from overspill.specs import ModelSpec, PageSpec, PartSpec, StateFormat, align
+from overspill.tiers import Slot, Tier
+
+Home = tuple[Tier, Slot]
+
+
+def arrays_bytes(format: StateFormat, page: PageSpec) -> int:
+    """Of a page's arrays; what is behind them belongs to the user's optimizer."""
+    return align(page.elements * format.element_bytes)
+
+
+def arrays_of(format: StateFormat, page: PageSpec, part: PartSpec, memory: Tensor) -> list[Tensor]:
+    """A part's piece of each array of its page: what is kept of the masters (if anything is), then the fields."""
+    dtypes = [format.master] if format.master is not None else []
+    found, offset = [], 0
+    for dtype in [*dtypes, *(torch.float32 for _ in format.fields or ())]:
+        begin = offset + part.element * dtype.itemsize
+        found.append(memory[begin : begin + part.numel * dtype.itemsize].view(dtype))
+        offset += page.elements * dtype.itemsize
+    return found
+
+
+class Pages:
+    """All pages of one model. `homes[unit][page]` is None where they live on the device."""
+
+    def __init__(self, model: ModelSpec, homes: Sequence[Sequence[Home | None]], executor: Executor) -> None:
+        self.model = model
+        self.device = executor.lanes.device
+        self._homes = homes
+        self._executor = executor
+        self._here: dict[tuple[int, int], Tensor] = {}
+        """Pages that live on the device, and those that are there for an update."""
+        self._filled: set[tuple[int, int]] = set()
+        for u, unit in enumerate(model.units):
+            for i, page in enumerate(unit.pages):
+                nbytes = arrays_bytes(model.format, page)
+                if homes[u][i] is None and nbytes:
+                    self._here[u, i] = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+    def handlers(self) -> dict[Kind, Handler]:
+        return {Kind.STATE_FETCH: self._fetch, Kind.STATE_STORE: self._store}
+
+    def home(self, unit: int, page: int) -> Home | None:
+        return self._homes[unit][page]
+
+    def spec(self, unit: int, page: int) -> PageSpec:
+        return self.model.units[unit].pages[page]
+
+    # --- for the update of a page
+
+    def here(self, unit: int, page: int) -> Tensor | None:
+        """The page's bytes on the device."""
+        return self._here.get((unit, page))
+
+    def make(self, unit: int, page: int) -> Tensor:
+        """The page's bytes on the device; zeros, if it has none yet."""
+        if (unit, page) not in self._here:
+            nbytes = self.spec(unit, page).state_bytes
+            self._here[unit, page] = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        return self._here[unit, page]
+
+    def drop(self, unit: int, page: int) -> None:
+        if self.home(unit, page) is not None:
+            self._here.pop((unit, page), None)
+
+    # --- ops
+
+    def _fetch(self, op: Op) -> Work:
+        home, key = self.home(op.unit, op.item), (op.unit, op.item)
+        assert home is not None, "only a page that lives elsewhere is fetched"
+        if key not in self._filled:
+            # Nothing to fetch yet; the page is made when the optimizer has made its states, beside no other copy.
+            return _nothing
+        page = torch.empty(op.nbytes, dtype=torch.uint8, device=self.device)
+        self._here[key] = page
+        return lambda: home[0].load(home[1], page)
+
+    def _store(self, op: Op) -> Work:
+        home, page = self.home(op.unit, op.item), self._here.get((op.unit, op.item))
+        assert home is not None, "only a page that lives elsewhere is stored"
+        if page is None:
+            # No parameter of the page has ever had a gradient.
+            return _nothing
+        self._filled.add((op.unit, op.item))
+        return lambda: home[0].store(home[1], page)
+
+    # --- from outside, while no update of the unit is pending
+
+    def read(self, unit: int, page: int) -> Tensor:
+        """The page's bytes: its own where it lives on the device, else a copy in host memory."""
+        home = self.home(unit, page)
+        if home is None:
+            return self.make(unit, page)
+        self._executor.wait(Key(Kind.STATE_STORE, unit, page))
+        out = torch.zeros(self.spec(unit, page).state_bytes, dtype=torch.uint8)
+        if (unit, page) in self._filled:
+            home[0].load(home[1], out)
+        return out
+
+    def write(self, unit: int, page: int, memory: Tensor) -> None:
+        """Replace the first bytes of a page, or all of them. What a home never got reads as zeros."""
+        home = self.home(unit, page)
+        if home is None:
+            own = self.make(unit, page)
+            if own.data_ptr() != memory.data_ptr():
+                own[: memory.numel()].copy_(memory)
+            return
+        self._executor.wait(Key(Kind.STATE_STORE, unit, page))
+        self._filled.add((unit, page))
+        home[0].store(home[1], memory)
+        if memory.is_cuda:
+            torch.cuda.current_stream(memory.device).synchronize()
+
+
+def _nothing() -> None: ...

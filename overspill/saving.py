@@ -1,0 +1,225 @@
+"""From a prepared model to files and back, a piece at a time: checkpoints and exports.
+
+Weights are stored in the precision of their masters and states under torch's own names, so a checkpoint fits any
+placement, any precision, and any way in which the updates are done.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overspill.checkpoint.export import write_export
+from overspill.checkpoint.folder import Saved, open_folder, save_folder
+from overspill.checkpoint.writer import Stored, stored, write_tensors
+from overspill.errors import ModelError
+from overspill.runtime.engine import Engine
+from overspill.runtime.optimizer import SpilledOptimizer
+from overspill.specs import ParamSpec, dense_stride
+
+log = logging.getLogger("overspill")
+
+WEIGHTS, STATES = "weights.safetensors", "states.safetensors"
+STATE = "state of "
+
+
+def save(path: str | PathLike[str], engine: Engine, optimizer: SpilledOptimizer, extra: Any) -> None:
+    """Everything that training changes, as of now."""
+    engine.settle()
+    names = _names(engine.model)
+    weights = [_weight(engine, name, p) for name, p in engine.model.named_parameters()]
+    weights += [stored(name, b.contiguous()) for name, b in engine.model.named_buffers() if b is not None]
+    tensors, small = _states(engine, optimizer)
+    body = {
+        "optimizer": type(optimizer.given).__name__,
+        "groups": [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [names[id(p)] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+        "states": small,
+        "scale": engine.parts.scale.state() if engine.parts.scale else None,
+        "modules": {name: module.get_extra_state() for name, module in _with_extra_state(engine.model)},
+        "extra": extra,
+    }
+    save_folder(path, {WEIGHTS: weights, STATES: tensors}, body, overwrite=True)
+
+
+def load(path: str | PathLike[str], engine: Engine, optimizer: SpilledOptimizer) -> Any:
+    """Put everything back as it was saved; all of it is checked before anything is changed. Returns `extra`."""
+    engine.settle()
+    with open_folder(path) as saved:
+        body = saved.body()
+        _check(saved, body, engine, optimizer)
+        with torch.no_grad():
+            for name, p in engine.model.named_parameters():
+                p.copy_(saved.tensor(name))
+            for name, buffer in engine.model.named_buffers():
+                buffer.copy_(saved.tensor(name))
+        _load_states(saved, body["states"], engine)
+    for group, values in zip(optimizer.param_groups, body["groups"], strict=True):
+        group.update({k: v for k, v in values.items() if k != "params"})
+    for name, module in _with_extra_state(engine.model):
+        module.set_extra_state(body["modules"].get(name))
+    if engine.parts.scale is not None and body["scale"] is not None:
+        engine.parts.scale.load(body["scale"])
+        engine.parts.made.grads.factor = engine.parts.scale.factor
+    engine.settle()
+    return body["extra"]
+
+
+def export(path: str | PathLike[str], engine: Engine) -> None:
+    """Plain safetensors, every parameter in the dtype that it came with; beside them what Transformers needs."""
+    engine.settle()
+    model = engine.model
+    if hasattr(model, "peft_config"):
+        _export_adapters(Path(path), engine)
+        return
+    is_stock = hasattr(getattr(model, "config", None), "save_pretrained")
+    # Transformers ties weights again when it loads them, and wants each once; a plain load_state_dict wants every name.
+    parameters = model.named_parameters(remove_duplicate=is_stock)
+    tensors = [_weight(engine, name, p, came_as=True) for name, p in parameters]
+    tensors += [stored(name, b.contiguous()) for name, b in _persistent_buffers(model)]
+    write_export(path, tensors)
+    if is_stock:
+        _write_config(model, Path(path))
+
+
+def _write_config(model: Any, path: Path) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(path)
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        model.generation_config.save_pretrained(path)
+
+
+def _export_adapters(path: Path, engine: Engine) -> None:
+    """A PEFT model: its adapters only, in PEFT's own layout."""
+    from peft import get_peft_model_state_dict
+
+    model: Any = engine.model
+    trained = {name: p.detach().cpu() for name, p in model.named_parameters() if p.requires_grad}
+    for name, config in model.peft_config.items():
+        found = get_peft_model_state_dict(model, state_dict=dict(trained), adapter_name=name)
+        folder = path if name == "default" else path / name
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = [stored(key, value.contiguous()) for key, value in found.items()]
+        write_tensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
+        config.save_pretrained(folder)
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    plain = nn.Module.get_extra_state
+    return [(name, m) for name, m in model.named_modules() if type(m).get_extra_state is not plain]
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+# --- one parameter
+
+
+def _weight(engine: Engine, name: str, p: nn.Parameter, came_as: bool = False) -> Stored:
+    unit, index = engine.residency.place_of(p)
+    spec = engine.units[unit].spec.params[index]
+    in_masters = (unit, index) in engine.parts.made.masters
+    dtype = engine.units[unit].came_as[index][1] if came_as else torch.float32 if in_masters else spec.dtype
+
+    def pieces() -> Iterator[Tensor]:
+        engine.residency.need((unit,))
+        with torch.no_grad():
+            if dense_stride(spec.shape, spec.stride) != _row_major(spec):
+                whole = engine.parts.made.masters.read((unit, index)) if in_masters else p.detach().cpu()
+                yield whole.to(dtype).contiguous().view(-1)
+            elif in_masters:
+                for _, piece in engine.parts.made.masters.pieces((unit, index)):
+                    yield piece.to("cpu", dtype)
+            else:
+                for piece in engine.units[unit].elements(index).split(PIECE):
+                    yield piece.to("cpu", dtype)
+
+    return Stored(name, dtype, spec.shape, pieces)
+
+
+PIECE = 2**22
+
+
+def _row_major(spec: ParamSpec) -> tuple[int, ...]:
+    return torch.empty(spec.shape, device="meta").stride()
+
+
+def _states(engine: Engine, optimizer: SpilledOptimizer) -> tuple[list[Stored], dict[str, dict[str, Any]]]:
+    """The tensors of all states, and per parameter what is too small to be one."""
+    tensors: list[Stored] = []
+    small: dict[str, dict[str, Any]] = {}
+    names = _names(engine.model)
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        place, name = engine.residency.place_of(p), names[id(p)]
+        state = engine.parts.made.update.outline(*place)
+        large = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.is_meta}
+        tensors += [_state(engine, place, name, key, value) for key, value in large.items()]
+        if state:
+            small[name] = {k: v for k, v in state.items() if k not in large}
+    return tensors, small
+
+
+def _state(engine: Engine, place: tuple[int, int], name: str, key: str, outline: Tensor) -> Stored:
+    """Read when it is written, so that only one tensor is in memory at a time."""
+
+    def pieces() -> Iterator[Tensor]:
+        yield engine.parts.made.update.read(*place, (key,))[key].cpu().contiguous().view(-1)
+
+    return Stored(f"{STATE}{name}: {key}", outline.dtype, tuple(outline.shape), pieces)
+
+
+def _load_states(saved: Saved, small: Mapping[str, Mapping[str, Any]], engine: Engine) -> None:
+    found: dict[str, list[str]] = {}
+    for each, entry in saved.entries.items():
+        if entry.path.name == STATES:
+            name, key = each.removeprefix(STATE).rsplit(": ", 1)
+            found.setdefault(name, []).append(key)
+    for index, unit in enumerate(engine.units):
+        values = {}
+        for i, spec in enumerate(unit.spec.params):
+            big = {key: saved.tensor(f"{STATE}{spec.name}: {key}") for key in found.get(spec.name, ())}
+            values[i] = {**small.get(spec.name, {}), **big}
+        engine.parts.made.update.write(index, values)
+
+
+def _check(saved: Saved, body: Any, engine: Engine, optimizer: SpilledOptimizer) -> None:
+    wanted = {name: tuple(t.shape) for name, t in (*engine.model.named_parameters(), *engine.model.named_buffers())}
+    there = {name: entry.shape for name, entry in saved.entries.items() if entry.path.name == WEIGHTS}
+    wrong = [
+        f"{name} ({there.get(name, 'missing')} saved, {wanted.get(name, 'missing')} in the model)"
+        for name in dict.fromkeys((*wanted, *there))
+        if wanted.get(name) != there.get(name)
+    ]
+    if wrong:
+        raise ModelError(
+            f"expected a checkpoint of this model in {str(saved.path)!r}, found {len(wrong)} tensors that differ: "
+            f"{', '.join(wrong[:5])}; build the model as it was when it was saved"
+        )
+    if body["optimizer"] != type(optimizer.given).__name__:
+        raise ModelError(
+            f"expected a checkpoint of a {type(optimizer.given).__name__}, found one of a {body['optimizer']}; use the "
+            "optimizer that it was saved with"
+        )
+    names = _names(engine.model)
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    if groups != [group["params"] for group in body["groups"]]:
+        raise ModelError(
+            f"expected parameter groups of {[len(g) for g in groups]} parameters as in this optimizer, found "
+            f"{[len(g['params']) for g in body['groups']]} with these or other names; group them as they were saved"
+        )

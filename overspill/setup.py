@@ -1,0 +1,288 @@
+"""From options to a plan, and from a plan to an engine."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from overspill.config import Options, parse_nvme, parse_size
+from overspill.errors import BudgetError, ModelError, OptionError, StateError, TierError
+from overspill.kernels.masters import KEPT
+from overspill.kernels.reference import Rule, rule_of
+from overspill.plan.plan import Plan
+from overspill.plan.solver import Request, page_sizes, solve
+from overspill.runtime.adopt import OwnValues
+from overspill.runtime.door import keeper_of
+from overspill.runtime.engine import Engine
+from overspill.runtime.optimizer import SpilledOptimizer
+from overspill.runtime.parts import Materials, Parts, Tiers, build
+from overspill.runtime.scaling import LossScale
+from overspill.specs import ROLES, Budget, StateFormat, TierName, human
+from overspill.tiers import (
+    HostTier,
+    NullTier,
+    NvmeTier,
+    Tier,
+    device_available,
+    disk_free,
+    host_available,
+    keep_no_freed_memory,
+)
+from overspill.units.layout import Forms, Layout, lay_out
+from overspill.units.states import StateProbe
+
+log = logging.getLogger("overspill")
+
+HOMES: tuple[TierName, ...] = ("host", "nvme")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+STAGING = 2**20
+"""Of the disk room that is taken beyond the plan."""
+AUTO_SHARE = {"cuda": (0.92, 0.8), "cpu": (0.4, 0.4)}
+"""What "auto" takes of the device and of the host; without a GPU both are the same memory."""
+
+_BY_ITSELF = "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD"
+SEPARABLE = {getattr(torch.optim, name) for name in _BY_ITSELF.split() if hasattr(torch.optim, name)}
+"""torch's optimizers that treat every parameter by itself."""
+
+COUPLED: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.LBFGS: "couples all parameters",
+    torch.optim.SparseAdam: "needs sparse gradients",
+}
+"""Those that do not, and why; separable=True does not make them so."""
+
+
+def say_what_is_cast(model: nn.Module, chosen: Options) -> None:
+    """Masters keep what trainable parameters come with; anything else that loses precision deserves a line."""
+    dtype = DTYPES[chosen.precision]
+    others = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
+    expected = {torch.float32} if dtype in KEPT else set()
+    if others - expected:
+        found = ", ".join(sorted(str(d).removeprefix("torch.") for d in others))
+        log.warning("parameters of %s are cast to %s, which is what precision= asks for", found, dtype)
+
+
+def compute_device(model: nn.Module) -> torch.device:
+    """Where the model is, if that is a GPU; else the GPU, if there is one; else plain memory."""
+    gpus = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    if len(gpus) > 1:
+        raise ModelError(f"expected a model on one GPU or in host memory, found one spread over {len(gpus)}; move it")
+    if gpus:
+        return gpus.pop()
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Options) -> None:
+    """Refuse what cannot be trained unit by unit, before anything is touched."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"expected a torch.nn.Module, found {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, SpilledOptimizer):
+        raise ModelError(f"expected a torch.optim.Optimizer of your own, found {type(optimizer).__name__}")
+    names = {id(p): name for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        if keeper_of(p) is not None:
+            raise StateError(
+                f"expected a model that is not prepared, found {name!r} in a prepared one; close that first"
+            )
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if id(p) not in names:
+                raise ModelError(
+                    f"expected every parameter of the optimizer to belong to the model, found parameter {i} of group "
+                    f"{g}, of shape {tuple(p.shape)}, which does not; build the optimizer from model.parameters()"
+                )
+    kind = type(optimizer)
+    if kind in COUPLED or (kind not in SEPARABLE and not chosen.separable):
+        raise ModelError(_not_separable(kind))
+
+
+def _not_separable(kind: type[torch.optim.Optimizer]) -> str:
+    if kind in COUPLED:
+        return (
+            f"expected an optimizer that runs parameter by parameter, found {kind.__name__}, which {COUPLED[kind]}; "
+            "use AdamW"
+        )
+    return (
+        f"expected one of torch's own separable optimizers, found {kind.__module__}.{kind.__name__}; if its step "
+        "treats every parameter by itself and keeps nothing across parameters, say prepare(..., separable=True)"
+    )
+
+
+def update_rule(optimizer: torch.optim.Optimizer, chosen: Options) -> Rule | None:
+    """Our own rule for this optimizer's updates; None: its own `step` does them."""
+    if chosen.precision == "fp32" or chosen.kernels == "torch":
+        return None
+    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
+        return None
+    return rule_of(optimizer)
+
+
+def _forms(optimizer: torch.optim.Optimizer, chosen: Options) -> Forms:
+    dtype, rule = DTYPES[chosen.precision], update_rule(optimizer, chosen)
+    wide = torch.float32 if chosen.micro_batches > 1 else None
+    format = StateFormat(master=KEPT.get(dtype), fields=rule.fields if rule else None)
+    return Forms(weight=dtype, grad=wide, state=format, state_bytes=StateProbe(optimizer).bytes_of)
+
+
+def _dtypes(forms: Forms, chosen: Options) -> dict[str, str]:
+    """The dtype of every role, in words."""
+    narrow = forms.state.master is not None
+    masters = {"bf16": "fp32 (the weight and 16 bits)", "fp16": "fp32"}
+    fields = forms.state.fields
+    return {
+        "weight": chosen.precision,
+        "gradient": f"{chosen.precision}, sums fp32" if narrow else chosen.precision,
+        "master": masters.get(chosen.precision, "the weight itself"),
+        "state": "as the optimizer makes it"
+        if fields is None
+        else ", ".join(f"{name} fp32" for name in fields) or "none",
+    }
+
+
+def make_plan(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    chosen: Options,
+    device: torch.device,
+    machine: Mapping[str, int] | None = None,
+) -> tuple[Layout, Plan]:
+    """The plan that the options ask for, or a refusal that says what would work."""
+    budget = _budget(chosen, device, machine)
+    forms = _forms(optimizer, chosen)
+    if isinstance(chosen.place, Plan):
+        laid_out = lay_out(model, forms, chosen.place.page_bytes)
+        if chosen.place.model != laid_out.spec:
+            raise OptionError(
+                "expected place= to be a plan of this model and optimizer with the same precision, micro_batches and "
+                "kernels, found another; plan anew with these keywords"
+            )
+        return laid_out, _within(chosen.place, budget, chosen)
+    if chosen.place and "nvme" in chosen.place.values() and not chosen.nvme:
+        raise OptionError('expected nvme= with place= on nvme, found none; give a path on a fast disk: nvme="/scratch"')
+    dtypes = _dtypes(forms, chosen)
+    refused: BudgetError | None = None
+    for page in page_sizes(budget.device):
+        laid_out = lay_out(model, forms, page)
+        try:
+            return laid_out, solve(Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, chosen.place))
+        except BudgetError as error:
+            refused = error
+    assert refused is not None, "there is at least one page size"
+    raise refused
+
+
+def _within(made: Plan, budget: Budget, chosen: Options) -> Plan:
+    """A plan made earlier, in the budgets that are given now; "auto" keeps those that it was made for."""
+    device = made.budget.device if chosen.gpu == "auto" else budget.device
+    host = made.budget.host if chosen.host == "auto" else budget.host
+    now = Budget(device, host, budget.nvme)
+    for tier, limit in (("device", now.device), ("host", now.host), ("nvme", now.nvme)):
+        if made.peaks[tier] > limit:
+            raise BudgetError(
+                f"expected a plan within the {tier} budget of {human(limit)}, found one with a peak of "
+                f"{human(made.peaks[tier])}; plan anew with this budget, or raise it"
+            )
+    return dataclasses.replace(made, budget=now)
+
+
+def _budget(chosen: Options, device: torch.device, machine: Mapping[str, int] | None) -> Budget:
+    shares = dict(zip(("gpu", "host"), AUTO_SHARE[device.type], strict=True))
+    there = dict(machine) if machine else {"device": device_available(device), "host": host_available()}
+    sizes = {}
+    for name, tier in (("gpu", "device"), ("host", "host")):
+        value = getattr(chosen, name)
+        sizes[tier] = int(shares[name] * there[tier]) if value == "auto" else parse_size(name, value, there[tier])
+    room = sum(size if size is not None else int(0.95 * _free(path)) for path, size in parse_nvme(chosen.nvme))
+    return Budget(device=sizes["device"], host=sizes["host"], nvme=room)
+
+
+def _free(path: Path) -> int:
+    try:
+        return disk_free(path)
+    except OSError as error:
+        raise TierError(
+            f"expected a folder at nvme path {str(path)!r}, found {error.strerror!r}; make it or give another path"
+        ) from error
+
+
+def build_engine(
+    model: nn.Module, optimizer: torch.optim.Optimizer, what: tuple[Layout, Plan], how: tuple[Options, torch.device]
+) -> Engine:
+    """Allocate, adopt the weights, hook up. The model is not touched before all storage is there."""
+    (laid_out, made), (chosen, device) = what, how
+    paths, pin = parse_nvme(chosen.nvme), device.type == "cuda"
+    with ExitStack() as undo:
+        tiers = _tiers(model, made, paths, pin, undo)
+        extend = _Extend(made, paths, tiers, pin)
+        materials = Materials(device, optimizer, update_rule(optimizer, chosen), OwnValues(), extend)
+        built = build(laid_out, made.program, tiers, materials)
+        undo.pop_all()
+    buffers = tuple((buffer, buffer.device) for buffer in model.buffers())
+    for buffer, _ in buffers:
+        buffer.data = buffer.data.to(device)
+    keep_no_freed_memory(device)
+    arena = tiers.get("host")
+    if isinstance(arena, HostTier) and pin:
+        arena.pin()
+    scale = LossScale(device) if chosen.precision == "fp16" else None
+    built.grads.factor = scale.factor if scale else None
+    activations = made.bytes_of("device", "activations")
+    parts = Parts(
+        layout=laid_out,
+        buffers=buffers,
+        dtype=DTYPES[chosen.precision],
+        budget=made.budget,
+        owned=Budget(**{**made.peaks, "device": made.peak("device") - activations}),
+        device_peak=made.peak("device"),
+        tiers=tiers,
+        scale=scale,
+        made=built,
+    )
+    return Engine(model, parts)
+
+
+class _Extend:
+    """Makes more room on a tier than the plan has, within its budget."""
+
+    def __init__(self, made: Plan, paths: list[tuple[Path, int | None]], tiers: Tiers, pin: bool) -> None:
+        self._made = made
+        self._paths = paths
+        self._tiers = tiers
+        self._pin = pin
+
+    def __call__(self, tier: TierName, nbytes: int) -> Tier | None:
+        budget, peak = getattr(self._made.budget, tier), self._made.peak(tier)
+        if tier == "device":
+            # Activations may take less than is kept free for them, but never less than the largest unit.
+            largest = max(u.weight_bytes for u in self._made.model.units)
+            peak -= max(0, self._made.bytes_of("device", "activations") - largest)
+        if peak + nbytes > budget:
+            raise BudgetError(
+                f"expected one backward pass per step, for which the plan has room, found a second one: its sums take "
+                f"{human(nbytes)} more on {tier}, where {human(max(0, budget - peak))} of the budget of "
+                f"{human(budget)} are left; say micro_batches=2 (or how many there are) to prepare"
+            )
+        if tier == "device":
+            return None
+        more: Tier = HostTier(nbytes) if tier == "host" else NvmeTier(self._paths, nbytes, STAGING, self._pin)
+        if isinstance(more, HostTier) and self._pin:
+            more.pin()
+        self._tiers[f"{tier}+"] = more  # type: ignore[index]
+        return more
+
+
+def _tiers(model: nn.Module, made: Plan, paths: list[tuple[Path, int | None]], pin: bool, undo: ExitStack) -> Tiers:
+    """The storage that the plan asks for; what was made is closed again if the rest cannot be."""
+    host, nvme = (sum(made.bytes_of(tier, role) for role in ROLES) for tier in HOMES)
+    tiers: Tiers = {"null": NullTier()}
+    if nvme:
+        tiers["nvme"] = NvmeTier(paths, nvme, made.staging, pin)
+        undo.callback(tiers["nvme"].close)
+    if host:
+        here = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
+        tiers["host"] = HostTier(host, moving_in=min(here, made.bytes_of("host", "weight")))
+        undo.callback(tiers["host"].close)
+    return tiers
