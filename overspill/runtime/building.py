@@ -27,6 +27,7 @@ from overspill.runtime.door import HANDLE, Closed, keeper_of
 from overspill.specs import KiB, MiB, dense_stride
 from overspill.tiers import host_available
 from overspill.tiers.growing import GrowingTier
+from overspill.tiers.malloc import freed_at_once
 from overspill.units.blocks import Block, Blocks
 
 SMALL = 64 * KiB
@@ -61,7 +62,8 @@ def building(nvme: NvmeOption = None, keep: Size = "256MiB") -> Iterator["Builde
     _active.append(builder)
     hook = register_module_parameter_registration_hook(_registered)
     try:
-        yield builder
+        with freed_at_once():
+            yield builder
     finally:
         hook.remove()
         _active.clear()
@@ -84,7 +86,7 @@ def span_of(p: nn.Parameter) -> tuple[int, int, int]:
 def _registered(module: nn.Module, name: str, p: nn.Parameter) -> None:
     """A module has got a parameter."""
     if type(p) is nn.Parameter and p.device.type not in ("cpu", "meta"):
-        _say_once(f"building leaves parameters on {p.device.type} where they are; {name!r} is one of them")
+        _say_once(f"building leaves parameters on {p.device.type} where they are")
     for builder in _active:
         builder.adopt(p)
 
@@ -109,6 +111,15 @@ class Growing(Closed):
         if func in MOVES and isinstance(args[0], Growing):
             return _place_of(args[0]).builder.moving(args[0], func, args[1:], kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
+
+    def detach(self) -> Tensor:
+        detached = super().detach()
+        # nn.Parameter(p), a new parameter over the same memory, insists that p.detach() has the class of p.
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            alias = nn.Parameter(detached)
+            _place_of(self).builder.adopt(alias)
+            return alias
+        return detached
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = super().__deepcopy__(memo)
