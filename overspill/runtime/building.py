@@ -25,9 +25,7 @@ from overspill.config import NvmeOption, Size, parse_nvme, parse_size
 from overspill.errors import OptionError, StateError
 from overspill.runtime.door import HANDLE, Closed, keeper_of
 from overspill.specs import KiB, MiB, dense_stride
-from overspill.tiers import host_available
-from overspill.tiers.growing import GrowingTier
-from overspill.tiers.malloc import freed_at_once
+from overspill.tiers import GrowingTier, freed_at_once, host_available
 from overspill.units.blocks import Block, Blocks
 
 SMALL = 64 * KiB

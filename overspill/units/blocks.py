@@ -11,8 +11,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from overspill.tiers import Slot
-from overspill.tiers.growing import GrowingTier
+from overspill.tiers import GrowingTier, Slot
 
 
 @functools.cache

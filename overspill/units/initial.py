@@ -22,11 +22,12 @@ CURES = (
     "give prepare the values with weights=FOLDER, or build the model inside overspill.building(nvme=...), not on meta"
 )
 _PATTERN = 0xA5
-_FLAG = "_is_hf_initialized"
-"""Transformers' mark on what has its value already."""
+_NO_MARKS = ("_is_hf_initialized", "_overspill")
 
 Step = tuple[nn.Module, nn.Module | None]
 """A module, and the model whose `_init_weights` is called for it."""
+Shields = dict[int, tuple[Tensor, Tensor]]
+"""By id a tensor, which is kept so that nobody else gets the id, and what stands in for it."""
 
 
 class Initialiser:
@@ -36,6 +37,7 @@ class Initialiser:
         self._model = model
         self._tree = _Tree(model)
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        self._shields: Shields = {}
         for module in model.modules():
             for key, p in module._parameters.items():
                 if p is not None:
@@ -45,11 +47,13 @@ class Initialiser:
         """New values for these parameters of the model (same sizes and dtypes, in host memory), by name."""
         # A tied parameter is made at its first place: there the model makes its value, and ties it afterwards.
         owners = {name: self._places[id(p)][0] for name, p in params}
-        blanks = {(id(owners[name][0]), owners[name][1]): _blank_parameter(p) for name, p in params}
+        for name, (module, _) in owners.items():
+            self._tree.check(name, module)
+        blanks = {(id(owners[name][0]), owners[name][1]): _like(p, _blank(p)) for name, p in params}
 
         def choose(module: nn.Module, key: str, tensor: Tensor) -> Tensor:
             blank = blanks.get((id(module), key))
-            return _shield(tensor) if blank is None else blank
+            return _shield(tensor, self._shields) if blank is None else blank
 
         def writes() -> dict[str, int]:
             return {name: module.get_parameter(key)._version for name, (module, key) in owners.items()}
@@ -63,8 +67,9 @@ class Initialiser:
             late = writes()
             found = {name: module.get_parameter(key).detach() for name, (module, key) in owners.items()}
         for name, p in params:
-            _check(name, p, found[name])
-            last_word = self._tree.flagged and late[name] > early[name]
+            _check(name, p, found[name], given=False)
+            # Transformers calls _init_weights when all else is done, so what a constructor wrote before is lost.
+            last_word = late[name] > early[name] and self._tree.of_transformers(owners[name][0])
             if len(self._places[id(p)]) == 1 and not last_word:
                 _check_writes(name, p, late[name] - start[name])
         return found
@@ -81,8 +86,10 @@ def materialise_buffers(model: nn.Module, device: torch.device, known: Mapping[s
             if id(b) in blanks:
                 owners.setdefault(id(b), (module, key))
 
+    shields: Shields = {}
+
     def choose(module: nn.Module, key: str, tensor: Tensor) -> Tensor:
-        return blanks[id(tensor)] if id(tensor) in blanks else _shield(tensor)
+        return blanks[id(tensor)] if id(tensor) in blanks else _shield(tensor, shields)
 
     with _instead(model, choose):
         steps = _Tree(model).above(module for module, _ in owners.values())
@@ -90,7 +97,7 @@ def materialise_buffers(model: nn.Module, device: torch.device, known: Mapping[s
         _init_weights_all(steps)
         values = given | {i: module.get_buffer(key) for i, (module, key) in owners.items()}
     for name, b in named:
-        _check(name, b, values[id(b)])
+        _check(name, b, values[id(b)], given=id(b) in given)
     placed = {i: value.to(device) for i, value in values.items()}
     for module in model.modules():
         for key, old in module._buffers.items():
@@ -102,26 +109,36 @@ class _Tree:
     """A model's modules, children first, with what is above each and with the model whose `_init_weights` it gets."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.flagged = any(getattr(module, _FLAG, False) for module in model.modules())
-        """Whether Transformers has marked the modules that it gave their values, as the last thing of all."""
         self._steps: list[Step] = []
         self._above: dict[int, set[int]] = {}
+        self._chiefs: dict[int, nn.Module | None] = {}
+        self._adapters: set[int] = set()
         self._walk(model, (), None)
 
     def _walk(self, module: nn.Module, above: tuple[int, ...], chief: nn.Module | None) -> None:
         chief = module if callable(getattr(module, "_init_weights", None)) else chief
         first = id(module) not in self._above
         self._above.setdefault(id(module), {id(module)}).update(above)
-        for child in module.children():
+        for name, child in module.named_children():
+            if id(module) in self._adapters or name in getattr(module, "adapter_layer_names", ()):
+                self._adapters.add(id(child))
             self._walk(child, (*above, id(module)), chief)
         if first:
-            # What was put into the model later, such as adapters, has no mark and its own ways.
-            self._steps.append((module, chief if getattr(module, _FLAG, not self.flagged) else None))
+            self._steps.append((module, chief))
+            self._chiefs[id(module)] = chief
 
     def above(self, modules: Iterable[nn.Module]) -> list[Step]:
         """These modules and all that are above them."""
         ids = {above for module in modules for above in self._above[id(module)]}
         return [(module, chief) for module, chief in self._steps if id(module) in ids]
+
+    def of_transformers(self, module: nn.Module) -> bool:
+        return callable(getattr(self._chiefs[id(module)], "post_init", None))
+
+    def check(self, name: str, module: nn.Module) -> None:
+        """Refuse adapters: PEFT makes their values itself, others than those of the layers they consist of."""
+        if id(module) in self._adapters:
+            raise ModelError(f"expected no adapter on the meta device, found {name!r}; {CURES}")
 
 
 def _reset_all(steps: Sequence[Step]) -> None:
@@ -163,7 +180,10 @@ def _reset_parametrized(module: nn.Module) -> None:
     lists = module.parametrizations
     assert isinstance(lists, nn.ModuleDict)
     plain: nn.Module = object.__new__(plain_type)
-    values = {name: nn.Parameter(torch.empty_like(getattr(module, name))) for name in lists}
+    values = {}
+    for name in lists:
+        made = getattr(module, name)
+        values[name] = nn.Parameter(made.detach() if made.is_meta else _blank(made))
     children = {name: child for name, child in module._modules.items() if child is not lists}
     vars(plain).update(vars(module), _parameters={**module._parameters, **values}, _modules=children)
     _reset(plain)
@@ -190,19 +210,20 @@ def _instead(model: nn.Module, choose: Callable[[nn.Module, str, Tensor], Tensor
             tensors[key] = tensor
 
 
-def _shield(tensor: Tensor) -> Tensor:
+def _shield(tensor: Tensor, made: Shields) -> Tensor:
     """What an initialiser may write to in place of a tensor that must stay as it is."""
-    if tensor.is_meta:
-        return tensor
-    stand_in = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return nn.Parameter(stand_in, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stand_in
+    if id(tensor) not in made:
+        stand_in = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        made[id(tensor)] = tensor, _like(tensor, stand_in) if isinstance(tensor, nn.Parameter) else stand_in
+    return made[id(tensor)][1]
 
 
-def _blank_parameter(p: nn.Parameter) -> nn.Parameter:
-    blank = nn.Parameter(_blank(p), p.requires_grad)
-    # Initialisers look at marks that constructors leave, as in `weight._no_reinit = True`.
-    blank.__dict__.update({key: value for key, value in p.__dict__.items() if key != _FLAG})
-    return blank
+def _like(p: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """A parameter in the place of another. Initialisers look at the marks that constructors leave, as in
+    `weight._no_reinit = True`; those of Transformers and ours are not the constructor's."""
+    other = nn.Parameter(value, p.requires_grad)
+    other.__dict__.update({key: mark for key, mark in p.__dict__.items() if key not in _NO_MARKS})
+    return other
 
 
 def _blank(like: Tensor) -> Tensor:
@@ -227,16 +248,16 @@ def _is_blank(value: Tensor) -> bool:
     return bool(left.any() if value.element_size() > 1 or value.dtype is torch.bool else left.all())
 
 
-def _check(name: str, expected: Tensor, found: Tensor) -> None:
-    if found.is_meta or _is_blank(found):
-        raise ModelError(
-            f"expected the model's own initialisers (reset_parameters, _init_weights) to give {name!r} a value, found "
-            f"that they leave {'all' if found.is_meta or found.isnan().all() else 'some'} of it unset; {CURES}"
-        )
+def _check(name: str, expected: Tensor, found: Tensor, given: bool) -> None:
     if found.shape != expected.shape or found.dtype != expected.dtype:
         raise ModelError(
             f"expected {expected.dtype} {tuple(expected.shape)} for {name!r}, found {found.dtype} "
             f"{tuple(found.shape)}; {CURES}"
+        )
+    if not given and (found.is_meta or _is_blank(found)):
+        raise ModelError(
+            f"expected the model's own initialisers (reset_parameters, _init_weights) to give {name!r} a value, found "
+            f"that they leave it unset, at least in part; {CURES}"
         )
 
 
