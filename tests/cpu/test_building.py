@@ -425,15 +425,6 @@ def test_other_parameters_are_left_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.gpu
-def test_parameters_on_cuda_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with building(nvme=tmp_path, keep=KEEP):
-        model = nn.Linear(30, 40, device="cuda")
-        moved_later = nn.Linear(30, 40).cuda()
-    assert not spilled(model) and not spilled(moved_later) and moved_later.weight.is_cuda
-    assert len(caplog.messages) == 1 and "cuda" in caplog.text
-
-
 def test_a_folder_is_asked_for() -> None:
     with pytest.raises(OptionError, match="nvme="), building():
         pass
