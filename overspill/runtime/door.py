@@ -46,7 +46,7 @@ class HigherPrecision(Protocol):
 
 
 class Keeper(Protocol):
-    """Who keeps the bytes of a parameter: the engine."""
+    """Who keeps the bytes of a parameter: the engine, or, before there is one, the builder of the model."""
 
     @property
     def masters(self) -> HigherPrecision: ...
@@ -69,7 +69,8 @@ class Keeper(Protocol):
 
 
 HANDLE = "_overspill"
-"""The one attribute set on a user's parameter: a weak reference to its keeper."""
+"""The one attribute set on a user's parameter: called, it gives the keeper. For an engine it is a weak reference; a
+builder lives as long as its parameters do, so there it is a strong one."""
 
 
 def keeper_of(p: Tensor) -> Keeper | None:
@@ -122,7 +123,7 @@ class Closed(Prepared):
                 _keeper(args[0]).given(args[0], args[1])
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        closed = [x for x in tree_leaves((args, kwargs)) if type(x) is Closed]
+        closed = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Closed)]
         if func is Tensor.detach and closed:
             copy = _keeper(closed[0]).copy_of(closed[0])
             if copy is not None:

@@ -4,19 +4,22 @@ A tier hands out slots and moves raw bytes between a slot and a tensor; it knows
 nothing of parameters, units or plans. Order and events are the caller's business.
 May be imported here: `overspill.errors`, `specs`, `config`, `trace`, this folder, torch.
 
-- slot: a fixed place in a tier, given out once and never given back.
+- slot: a fixed place in a tier, given out once and never given back, but to a growing tier.
 - arena: one anonymous memory map of exact size, page-locked once if asked.
 - staging: the small page-aligned arenas through which bytes pass on their way to and from a file.
 """
 
 from overspill.tiers.base import Slot, Tier
 from overspill.tiers.device import keep_no_freed_memory
+from overspill.tiers.growing import GrowingTier
 from overspill.tiers.host import HostTier
+from overspill.tiers.malloc import freed_at_once
 from overspill.tiers.null import NullTier
 from overspill.tiers.nvme import NvmeTier
 from overspill.tiers.probe import device_available, disk_free, host_available, resident_bytes
 
 __all__ = [
+    "GrowingTier",
     "HostTier",
     "NullTier",
     "NvmeTier",
@@ -24,6 +27,7 @@ __all__ = [
     "Tier",
     "device_available",
     "disk_free",
+    "freed_at_once",
     "host_available",
     "keep_no_freed_memory",
     "resident_bytes",

@@ -92,7 +92,7 @@ class NvmeTier:
         self.capacity = capacity
         self._closed = False
         for path, _limit in paths:
-            _check_folder(path)
+            check_folder(path)
             sweep(path)
         total = align(capacity, BLOCK)
         self._limits = [total if limit is None else min(total, limit // BLOCK * BLOCK) for _path, limit in paths]
@@ -229,7 +229,8 @@ def _rooms(paths: Sequence[tuple[Path, int | None]], limits: Sequence[int]) -> l
     return rooms
 
 
-def _check_folder(path: Path) -> None:
+def check_folder(path: Path) -> None:
+    """Refuse a path that is no folder, or that this user may not write to."""
     if not path.is_dir():
         found = "something that is not a folder" if path.exists() else "nothing there"
         raise TierError(f"expected a folder at nvme path {str(path)!r}, found {found}; make it or give another path")

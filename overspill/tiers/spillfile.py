@@ -8,8 +8,10 @@ inherit them. Their price: closing any descriptor of the file drops the lock, so
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
+import functools
 import logging
 import mmap
 import os
@@ -26,6 +28,7 @@ _NAME = "overspill-"
 _BORN = ".overspill-new-"
 _BORN_SECONDS = 60
 _FILES = ("data", "lock")  # the lock goes last, so that an interrupted removal can be taken up
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2), which Python does not offer
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _ours: set[str] = set()  # tokens of the folders this process has made
@@ -175,6 +178,13 @@ class SpillFile:
             ) from error
         self.nbytes = nbytes
 
+    def punch(self, offset: int, nbytes: int) -> None:
+        """Give the space of these whole blocks back. They can be written again, if there is still room by then."""
+        code = _libc().fallocate(self._plain, _PUNCH_HOLE | _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(nbytes))
+        if code != 0:
+            # Not every file system can; then the space stays taken until the file is removed.
+            log.debug("no hole was made in %s: %s", self.path, os.strerror(ctypes.get_errno()))
+
     def read(self, into: memoryview, offset: int) -> None:
         """Fill `into` (whole blocks) from `offset`."""
         done = 0
@@ -252,3 +262,8 @@ class SpillFile:
             f"expected to {verb} {nbytes} bytes at offset {offset} of {str(self.path)!r}, found: {found}; "
             f"check the disk, and resume from the last checkpoint"
         )
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,5 +1,7 @@
 """Units: a model cut into parameters that move together, and the device storage of each.
 
+blocks.py   storages of parameters that leave memory for the disk while a model is built
+initial.py  first values for a model that was built on the meta device
 layout.py   finds the units of a model and describes them as a ModelSpec
 states.py   foretells what an optimizer will keep for each parameter
 unit.py     one unit's flat device storage, of which the user's parameters are views
