@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 
-from overspill.cli.settings import Settings
-from overspill.cli.workload import batches, plain_trainee, train_steps
+from overspill.cli.loop import train_steps
+from overspill.cli.settings import BuiltIn
+from overspill.cli.workload import VOCABULARY, batches, plain_trainee
 from overspill.specs import KiB
 
 _STATUS = Path("/proc/self/status")
@@ -90,12 +91,13 @@ def disk_bytes(folders: Iterable[Path]) -> int:
     return found
 
 
-def zero_point(corpus: torch.Tensor, device: torch.device, nvme: Sequence[Path]) -> Zero:
+def zero_point(device: torch.device, nvme: Sequence[Path]) -> Zero:
     """To be called before the model is built, see Note [device without a GPU]."""
     if device.type == "cpu":
         give_freed_memory_back()
-        tiny = Settings(layers=2, hidden=64, heads=2, batch=1, steps=2)
-        for _ in train_steps(plain_trainee(tiny, device), batches(corpus, tiny, device), tiny):
+        tiny = BuiltIn(layers=2, hidden=64, heads=2, batch=1, steps=2)
+        text = (torch.arange(2 * tiny.seq) % VOCABULARY).to(torch.uint8)
+        for _ in train_steps(plain_trainee(tiny, device), batches(text, tiny, device), tiny, tiny.steps):
             pass
         gc.collect()
     return Zero(resident_bytes(), disk_bytes(nvme))
