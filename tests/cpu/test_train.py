@@ -12,7 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from overspill.cli import built_in
+from overspill.cli import (
+    built_in,
+    train,  # noqa: F401 - registers the command
+)
 from overspill.cli.app import app
 from overspill.cli.settings import resolve
 from overspill.cli.verify import compare
