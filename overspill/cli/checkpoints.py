@@ -38,6 +38,15 @@ class Checkpoints:
             )
         return self.path(steps[-1])
 
+    def check_ahead(self, steps: int) -> None:
+        """A run must not be shorter than what is done of it."""
+        done = self.steps()[-1]
+        if steps < done:
+            raise OptionError(
+                f"expected at least the {done} steps that are done in {str(self.folder)!r}, found a run of {steps}; "
+                "give more --steps or --epochs"
+            )
+
     def prune(self, keep: int) -> None:
         """Remove all but the newest. A name goes first, so that what is half removed is never taken for whole."""
         for step in self.steps()[:-keep]:

@@ -1,6 +1,6 @@
 """A run with --model: plans, streams the weights in, trains on the user's text, and exports what came of it."""
 
-import logging
+import dataclasses
 import shlex
 from pathlib import Path
 
@@ -15,22 +15,26 @@ from overspill.cli.loop import Trainee, be_deterministic, build_optimizer, build
 from overspill.cli.meters import Meter, zero_point
 from overspill.cli.screen import shown, summary
 from overspill.cli.session import Session
-from overspill.cli.settings import FineTune
+from overspill.cli.settings import FineTune, check_contents
 from overspill.cli.signals import Interruption
+from overspill.errors import OptionError
 from overspill.report.run import RunFolder, held_plainly
 
-log = logging.getLogger("overspill")
 
-
-def check(settings: FineTune) -> None:
-    """What can be refused before anything is read or made."""
+def checked(settings: FineTune, seq_is_given: bool) -> FineTune:
+    """Refuse what can be refused before anything is made; and no longer samples than the model has positions."""
     files_of(settings.data)
     if settings.validation_data is not None:
         files_of(settings.validation_data, "validation-data")
-    text_model.check_length(text_model.read_config(settings.model), settings.seq)
+    longest = text_model.positions(text_model.read_config(settings.model))
     text_model.check_weights(settings.model)
     if settings.export is not None:
         text_model.check_target(settings.export)
+    if longest is None or settings.seq <= longest:
+        return settings
+    if seq_is_given:
+        raise OptionError(f"expected --seq of at most the {longest} positions of the model, found {settings.seq}")
+    return dataclasses.replace(settings, seq=longest)
 
 
 def run(settings: FineTune, folder: RunFolder, checkpoint: Path | None) -> int:
@@ -61,6 +65,10 @@ def _session(settings: FineTune, folder: RunFolder, device: torch.device, checkp
     data = read_data(settings, tokenizer, text_model.vocabulary(model))
     steps = total_steps(settings, len(data.training))
     print(_told(settings, data, steps), flush=True)
+    contents = {"model": text_model.digest(settings.model), "data": data.digest}
+    if checkpoint is not None:
+        check_contents(folder.read_plan()["contents"], contents)
+        Checkpoints(folder.checkpoints).check_ahead(steps)
 
     zero = zero_point(device, settings.nvme)
     model, optimizer = overspill.prepare(model, own, place=plan, weights=settings.model, **settings.prepared_by())
@@ -70,7 +78,7 @@ def _session(settings: FineTune, folder: RunFolder, device: torch.device, checkp
         folder=folder,
         device=device,
         data=data,
-        contents={"model": text_model.digest(settings.model), "data": data.digest},
+        contents=contents,
         steps=steps,
         trainee=trainee,
         reader=Reader(data.training, settings.batch, settings.seed, device),
@@ -80,7 +88,7 @@ def _session(settings: FineTune, folder: RunFolder, device: torch.device, checkp
     if checkpoint is not None:
         session.resume(checkpoint)
         print(f"resuming {folder.path} after step {session.done} of {steps}", flush=True)
-    folder.write_plan(plan.to_json(), settings.to_dict())
+    folder.write_plan(plan.to_json(), settings.to_dict(), contents)
     session.meter.start()
     return session
 

@@ -14,9 +14,8 @@ from overspill.cli.checkpoints import Checkpoints
 from overspill.cli.data import Data, Reader, validation_batches
 from overspill.cli.loop import TRACED, Step, Trainee, as_record, traced, train_steps, validate
 from overspill.cli.meters import Meter
-from overspill.cli.settings import FineTune, check_same
+from overspill.cli.settings import FineTune, check_contents, check_same
 from overspill.cli.signals import Interruption
-from overspill.errors import OptionError
 from overspill.report.run import Record, RunFolder
 
 SETTLED = 2
@@ -47,13 +46,8 @@ class Session:
         """Go back to where the checkpoint was made, with everything that decides what comes next."""
         extra: Any = overspill.load(path, self.trainee.model, self.trainee.optimizer)
         check_same(extra["settings"], self.settings.to_dict())
-        self._check_contents(extra["contents"])
+        check_contents(extra["contents"], self.contents)
         self.done = int(extra["step"])
-        if self.steps < self.done:
-            raise OptionError(
-                f"expected at least the {self.done} steps that the checkpoint {str(path)!r} has done, found a run of "
-                f"{self.steps}; give more --steps or --epochs"
-            )
         self.reader.move_to(extra["position"])
         self._move_schedule(extra["scheduler"])
         self.seen = dict(extra["validation"])
@@ -112,15 +106,6 @@ class Session:
         overspill.save(checkpoints.path(step), self.trainee.model, self.trainee.optimizer, extra=extra)
         checkpoints.prune(self.settings.keep)
         self.meter.read()  # nor is what this took
-
-    def _check_contents(self, before: Mapping[str, str]) -> None:
-        for name, digest in self.contents.items():
-            if before[name] != digest:
-                path = getattr(self.settings, name)
-                raise OptionError(
-                    f"expected --{name} to hold what it held when the run began, found other contents in "
-                    f"{str(path)!r}; give the same again, or begin a new run without --resume"
-                )
 
     def _move_schedule(self, state: dict[str, Any]) -> None:
         """To the same step, on the curve of this session: more --steps stretch it."""

@@ -111,6 +111,7 @@ class FineTune(Settings):
     validate_every: int = 100
     validation_batches: int = 16
     seq: int = 1024
+    """Or less, by default, where the model has fewer positions."""
     batch: int = 1
     steps: int = 0
     """0: as many as --epochs take."""
@@ -128,9 +129,7 @@ class FineTune(Settings):
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
-        count, other = ("steps", "epochs") if self.steps or not self.epochs else ("epochs", "steps")
-        self._check(count, getattr(self, count) >= 1, "from 1")
-        self._check(other, getattr(self, other) == 0, f"without --{count}, which says how long too")
+        assert (self.steps > 0) != (self.epochs > 0), "one of them says how long"
         for name in ("validate_every", "save_every"):
             self._check(name, getattr(self, name) >= 0, "from 0, which means only at the end")
         for name in ("keep", "validation_batches"):
@@ -191,6 +190,16 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         )
 
 
+def check_contents(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """The same for what was given by path: the path may change, what it holds may not."""
+    for name, digest in now.items():
+        if before.get(name) != digest:
+            raise OptionError(
+                f"expected {option(name)} to hold what it held when the run began, found other contents; give the same "
+                "again, or begin a new run without --resume"
+            )
+
+
 def budget(text: str) -> str | float:
     """A budget as `prepare` takes it: on a command line a fraction is text too."""
     plain = text.replace(".", "", 1)
@@ -216,6 +225,8 @@ def _one_length(said: Mapping[str, Any]) -> dict[str, Any]:
         )
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         if name in said:
+            if said[name] < 1:
+                raise OptionError(f"expected --{name} from 1, found {said[name]}")
             return {**said, other: 0}
     return dict(said)
 

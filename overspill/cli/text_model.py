@@ -53,10 +53,10 @@ def check_weights(folder: Path) -> None:
         raise OptionError(f"expected weights as *.safetensors in {str(folder)!r}, found {others}; convert them")
 
 
-def check_length(config: Any, seq: int) -> None:
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest and seq > longest:
-        raise OptionError(f"expected --seq of at most the {longest} positions that the model has, found {seq}")
+def positions(config: Any) -> int | None:
+    """The longest sample that the model was made for, where it says so."""
+    found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found
 
 
 def build(config: Any, recompute: bool) -> nn.Module:

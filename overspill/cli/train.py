@@ -1,7 +1,6 @@
 """`overspill train`: trains a model within the budgets given, and shows what it takes."""
 
 import contextlib
-import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +10,9 @@ import typer
 
 from overspill.cli import built_in, fine_tune
 from overspill.cli import options as o
-from overspill.cli.app import app
+from overspill.cli.app import app, need
 from overspill.cli.checkpoints import Checkpoints, newest_run
-from overspill.cli.settings import BuiltIn, resolve, resolve_resumed
+from overspill.cli.settings import BuiltIn, FineTune, resolve, resolve_resumed
 from overspill.errors import OptionError
 from overspill.report.run import RunFolder
 
@@ -78,12 +77,12 @@ def _begin(given: dict[str, Any], path: Path | None, demo: bool) -> int:
     folder = RunFolder(path or RUNS / time.strftime("%Y-%m-%d-%H%M%S"))
     with contextlib.ExitStack() as stack:
         settings = resolve(given, demo)
-        _check_packages()
+        need("transformers", "matplotlib")
         _check_folders(settings.nvme)
-        if not isinstance(settings, BuiltIn):
-            fine_tune.check(settings)
+        if isinstance(settings, FineTune):
+            settings = fine_tune.checked(settings, seq_is_given=given["seq"] is not None)
         _make(folder, stack.callback)
-        if not isinstance(settings, BuiltIn):
+        if isinstance(settings, FineTune):
             return fine_tune.run(settings, folder, None)
         if demo and not settings.nvme:
             # Beside the run's folder, so that the next demo finds and removes what a killed one left.
@@ -103,21 +102,14 @@ def _resume(given: dict[str, Any], path: Path | None) -> int:
         raise OptionError(f"expected a run in {str(folder.path)!r} to resume, found none; name it with --run")
     settings = resolve_resumed(folder.read_plan()["settings"], given)
     checkpoint = Checkpoints(folder.checkpoints).newest()
-    _check_packages()
+    need("transformers", "matplotlib")
     _check_folders(settings.nvme)
-    fine_tune.check(settings)
-    return fine_tune.run(settings, folder, checkpoint)
+    return fine_tune.run(fine_tune.checked(settings, seq_is_given=True), folder, checkpoint)
 
 
 def _make(folder: RunFolder, at_exit: Callable[..., Any]) -> None:
     folder.make()
     at_exit(_remove_if_empty, folder.path)
-
-
-def _check_packages() -> None:
-    for name in ("transformers", "matplotlib"):
-        if importlib.util.find_spec(name) is None:
-            raise OptionError(f"expected the package {name}, found none; install it: pip install 'overspill[demo]'")
 
 
 def _check_folders(paths: tuple[Path, ...]) -> None:

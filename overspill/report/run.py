@@ -74,9 +74,9 @@ class RunFolder:
                 f"expected --run to be a folder that can be made, found {str(self.path)!r}: {error.strerror}"
             ) from error
 
-    def write_plan(self, plan: str, settings: Mapping[str, Any]) -> None:
-        """The plan as JSON, and beside it what the run was told."""
-        body = {"settings": dict(settings), **json.loads(plan)}
+    def write_plan(self, plan: str, settings: Mapping[str, Any], contents: Mapping[str, str] | None = None) -> None:
+        """The plan as JSON, and beside it what the run was told, and digests of what it was given by path."""
+        body = {"settings": dict(settings), "contents": dict(contents or {}), **json.loads(plan)}
         _replace(self.plan, json.dumps(body, indent=2) + "\n")
 
     def append(self, record: Record) -> None:
