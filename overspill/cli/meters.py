@@ -25,6 +25,8 @@ _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 _M_MMAP_THRESHOLD = -3
 _THRESHOLD = 128 * KiB
+_SPILLED = "overspill-*"
+"""The folders that a process makes for itself in an nvme folder."""
 _BLOCK = 512
 """The unit of st_blocks, whatever the file system's own is."""
 
@@ -35,7 +37,7 @@ class Zero:
 
     resident: int
     disk: int
-    """In the nvme folders, which may hold other things."""
+    """In the nvme folders, which may hold what other processes spill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,13 @@ def resident_peak() -> int:
 
 
 def disk_bytes(folders: Iterable[Path]) -> int:
-    """What the files below the folders take of the disk. Opens none: that would drop the locks of our own process."""
+    """What is spilled below the folders takes of the disk; a run's own folder and whatever else is there does not count.
+
+    Opens no file: that would drop the locks of our own process.
+    """
     found = 0
-    for path, _folders, files in (entry for folder in folders for entry in os.walk(folder)):
+    spilled = (path for folder in folders for path in folder.glob(_SPILLED))
+    for path, _folders, files in (entry for folder in spilled for entry in os.walk(folder)):
         for name in files:
             try:
                 found += os.lstat(os.path.join(path, name)).st_blocks * _BLOCK

@@ -7,7 +7,6 @@ import typer
 from torch import nn
 
 import overspill
-from overspill.api import AUTO_SHARE
 from overspill.cli import options as o
 from overspill.cli import sizes, text_model
 from overspill.cli.app import app, need
@@ -17,7 +16,8 @@ from overspill.config import parse_size
 from overspill.errors import OptionError
 
 MODEL, MACHINE = "The model", "Another machine than this one"
-BUDGETS = {"gpu": "device", "host": "host"}
+OTHERS_SHARE = {"gpu": 0.92, "host": 0.8}
+"""What "auto" takes of another machine: what it would take there, where there is a GPU, and not what it takes here."""
 DEFAULTS = {"precision": "bf16", "optimizer": "adamw", "micro_batches": 1, "gpu": "auto", "host": "auto"}
 SOMEWHERE = "nvme"
 """The folder of another machine's disk; only its size counts."""
@@ -66,7 +66,7 @@ def plan(
         own,
         machine=machine,
         nvme=_disks(nvme, machine_nvme),
-        **{**said, **{name: _budget(said[name], name, machine) for name in BUDGETS}},
+        **{**said, **{name: _budget(said[name], name, machine) for name in OTHERS_SHARE}},
     )
     typer.echo(made.to_json() if json else f"{what}\n{made}")
 
@@ -106,10 +106,7 @@ def _machine(gpu: str | None, host: str | None) -> dict[str, int] | None:
 
 
 def _budget(text: str, name: str, machine: dict[str, int] | None) -> str | float:
-    """Of another machine "auto" means what it would mean there, on a machine with a GPU."""
-    if text == "auto" and machine is not None:
-        return dict(zip(BUDGETS, AUTO_SHARE["cuda"], strict=True))[name]
-    return budget(text)
+    return OTHERS_SHARE[name] if text == "auto" and machine is not None else budget(text)
 
 
 def _disks(paths: list[Path] | None, room: str | None) -> Any:

@@ -59,7 +59,9 @@ def draw(folder: RunFolder) -> None:
 
 def _title(plan: Mapping[str, Any], log: Sequence[Record]) -> str:
     budget = ", ".join(f"{tier} {human(plan['peak'][tier])}" for tier in TIERS if plan["peak"][tier])
-    return f"{plan['parameters'] / 1e6:.1f} million parameters, {len(log)} steps; planned peaks: {budget}"
+    count = plan["parameters"]
+    size = f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
+    return f"{size} parameters, {len(log)} steps; planned peaks: {budget}"
 
 
 def _loss(axes: Any, log: Sequence[Record], each: str) -> None:
