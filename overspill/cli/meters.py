@@ -82,7 +82,7 @@ def resident_peak() -> int:
 
 
 def disk_bytes(folders: Iterable[Path]) -> int:
-    """What is spilled below the folders takes of the disk; a run's own folder and whatever else is there does not count.
+    """What is spilled to the folders takes of the disk; a run's own folder and whatever else is there does not count.
 
     Opens no file: that would drop the locks of our own process.
     """

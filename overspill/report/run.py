@@ -66,7 +66,10 @@ class RunFolder:
     def make(self) -> None:
         """A folder that holds no run yet."""
         if self.log.exists() or self.plan.exists():
-            raise OptionError(f"expected --run to be a new folder, found a run in {str(self.path)!r}; give another one")
+            raise OptionError(
+                f"expected --run to be a new folder, found a run in {str(self.path)!r}; give another one, or continue "
+                "it with --resume"
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
