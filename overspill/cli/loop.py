@@ -72,8 +72,17 @@ def build_optimizer(model: nn.Module, name: str, lr: float, weight_decay: float)
         case "sgd":
             return torch.optim.SGD(model.parameters(), momentum=MOMENTUM, **shared)
         case "adagrad":
-            return torch.optim.Adagrad(model.parameters(), **shared)
+            return _with_values(torch.optim.Adagrad(model.parameters(), **shared))
     raise AssertionError(f"no optimizer {name}")
+
+
+def _with_values(optimizer: torch.optim.Adagrad) -> torch.optim.Adagrad:
+    """Adagrad fills its states when it is built. On the meta device they get one value that stands for all elements."""
+    value = torch.tensor(float(optimizer.defaults["initial_accumulator_value"]))
+    for p, state in optimizer.state.items():
+        if state["sum"].is_meta:
+            state["sum"] = value.expand(p.shape)
+    return optimizer
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) -> Scheduler:
