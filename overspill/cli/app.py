@@ -1,10 +1,11 @@
 """The program that commands are registered with, and how an error leaves it."""
 
+import importlib.util
 import sys
 
 import typer
 
-from overspill.errors import OverspillError
+from overspill.errors import OptionError, OverspillError
 
 app = typer.Typer(
     name="overspill",
@@ -17,7 +18,14 @@ app = typer.Typer(
 
 @app.callback()
 def overspill() -> None:
-    """Without a callback typer would make the only command the whole program."""
+    """Without a callback typer would make a command the whole program where only one is imported."""
+
+
+def need(*packages: str) -> None:
+    """Say what to install, before something else fails for the lack of it."""
+    for name in packages:
+        if importlib.util.find_spec(name) is None:
+            raise OptionError(f"expected the package {name}, found none; install it: pip install 'overspill[demo]'")
 
 
 def run() -> int:

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 
-from overspill.cli.settings import Settings
-from overspill.cli.workload import batches, plain_trainee, train_steps
+from overspill.cli.loop import train_steps
+from overspill.cli.settings import BuiltIn
+from overspill.cli.workload import VOCABULARY, batches, plain_trainee
 from overspill.specs import KiB
 
 _STATUS = Path("/proc/self/status")
@@ -24,6 +25,8 @@ _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 _M_MMAP_THRESHOLD = -3
 _THRESHOLD = 128 * KiB
+_SPILLED = "overspill-*"
+"""The folders that a process makes for itself in an nvme folder."""
 _BLOCK = 512
 """The unit of st_blocks, whatever the file system's own is."""
 
@@ -34,7 +37,7 @@ class Zero:
 
     resident: int
     disk: int
-    """In the nvme folders, which may hold other things."""
+    """In the nvme folders, which may hold what other processes spill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +82,13 @@ def resident_peak() -> int:
 
 
 def disk_bytes(folders: Iterable[Path]) -> int:
-    """What the files below the folders take of the disk. Opens none: that would drop the locks of our own process."""
+    """What is spilled to the folders takes of the disk; a run's own folder and whatever else is there does not count.
+
+    Opens no file: that would drop the locks of our own process.
+    """
     found = 0
-    for path, _folders, files in (entry for folder in folders for entry in os.walk(folder)):
+    spilled = (path for folder in folders for path in folder.glob(_SPILLED))
+    for path, _folders, files in (entry for folder in spilled for entry in os.walk(folder)):
         for name in files:
             try:
                 found += os.lstat(os.path.join(path, name)).st_blocks * _BLOCK
@@ -90,12 +97,13 @@ def disk_bytes(folders: Iterable[Path]) -> int:
     return found
 
 
-def zero_point(corpus: torch.Tensor, device: torch.device, nvme: Sequence[Path]) -> Zero:
+def zero_point(device: torch.device, nvme: Sequence[Path]) -> Zero:
     """To be called before the model is built, see Note [device without a GPU]."""
     if device.type == "cpu":
         give_freed_memory_back()
-        tiny = Settings(layers=2, hidden=64, heads=2, batch=1, steps=2)
-        for _ in train_steps(plain_trainee(tiny, device), batches(corpus, tiny, device), tiny):
+        tiny = BuiltIn(layers=2, hidden=64, heads=2, batch=1, steps=2)
+        text = (torch.arange(2 * tiny.seq) % VOCABULARY).to(torch.uint8)
+        for _ in train_steps(plain_trainee(tiny, device), batches(text, tiny, device), tiny, tiny.steps):
             pass
         gc.collect()
     return Zero(resident_bytes(), disk_bytes(nvme))

@@ -14,12 +14,12 @@ LINES = 10
 """About how many lines a run has where there is no terminal."""
 
 
-def shown(records: Iterable[Record], steps: int, title: str) -> Iterator[Record]:
-    """The same records, each shown as it passes."""
-    return _live(records, steps, title) if sys.stdout.isatty() else _lines(records, steps, title)
+def shown(records: Iterable[Record], steps: int, title: str, done: int = 0) -> Iterator[Record]:
+    """The same records, each shown as it passes; so many steps were done before."""
+    return (_live if sys.stdout.isatty() else _lines)(records, steps, title, done)
 
 
-def _live(records: Iterable[Record], steps: int, title: str) -> Iterator[Record]:
+def _live(records: Iterable[Record], steps: int, title: str, done: int) -> Iterator[Record]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -28,25 +28,27 @@ def _live(records: Iterable[Record], steps: int, title: str) -> Iterator[Record]
         TimeRemainingColumn(compact=True),
     )
     with Progress(*columns, console=Console()) as progress:
-        task = progress.add_task(title, total=steps, news="")
+        task = progress.add_task(title, total=steps, completed=done, news="")
         for record in records:
             progress.update(task, advance=1, news=_news(record))
             yield record
 
 
-def _lines(records: Iterable[Record], steps: int, title: str) -> Iterator[Record]:
+def _lines(records: Iterable[Record], steps: int, title: str, done: int) -> Iterator[Record]:
     every = max(1, steps // LINES)
     begin = time.perf_counter()
     for record in records:
-        if record.step == 1 or record.step % every == 0 or record.step == steps:
-            left = (time.perf_counter() - begin) / record.step * (steps - record.step)
+        told = record.step in (done + 1, steps) or record.step % every == 0 or record.validation is not None
+        if told:
+            left = (time.perf_counter() - begin) / (record.step - done) * (steps - record.step)
             print(f"{title} {record.step:>{len(str(steps))}}/{steps}  {_news(record)}  {left:.0f} s left", flush=True)
         yield record
 
 
 def _news(record: Record) -> str:
     tiers = "  ".join(f"{tier} {human(record.bytes[tier])}" for tier in TIERS if tier in record.bytes)
-    return f"loss {record.loss:.3f}  {record.tokens_per_second:,.0f} tokens/s" + (f"  {tiers}" if tiers else "")
+    seen = "" if record.validation is None else f"  validation {record.validation:.3f}"
+    return f"loss {record.loss:.3f}{seen}  {record.tokens_per_second:,.0f} tokens/s" + (f"  {tiers}" if tiers else "")
 
 
 def summary(records: Sequence[Record], plan: Mapping[str, Mapping[str, int]], plainly: int) -> str:
@@ -58,6 +60,7 @@ def summary(records: Sequence[Record], plan: Mapping[str, Mapping[str, int]], pl
     text = [
         f"loss {records[0].loss:.3f} at the first step, {records[-1].loss:.3f} at the last, "
         f"{mean:.3f} over the last {len(last)}",
+        *_validation(records),
         f"{tokens / seconds:,.0f} tokens/s over {len(records)} steps in {seconds:.1f} s",
         "",
         f"{'peak':<8}{'measured':>12}{'planned':>12}{'budget':>12}",
@@ -70,3 +73,11 @@ def summary(records: Sequence[Record], plan: Mapping[str, Mapping[str, int]], pl
         row = "".join(f"{human(n):>12}" for n in (measured, planned, plan["budget"][tier]))
         text.append(f"{tier:<8}{row}  {verdict}")
     return "\n".join([*text, f"held plainly, weights, gradients and states alone take {human(plainly)} of the device"])
+
+
+def _validation(records: Sequence[Record]) -> list[str]:
+    seen = [(r.validation, r.step) for r in records if r.validation is not None]
+    if not seen:
+        return []
+    best, last = min(seen), seen[-1]
+    return [f"validation loss {last[0]:.3f} after step {last[1]}, at best {best[0]:.3f} after step {best[1]}"]

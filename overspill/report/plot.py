@@ -17,6 +17,7 @@ PART_COLORS = {
     "activations": "#e9b872",
     PASSING: "#cfcfcf",
 }
+SEEN_COLOR = "#c8553d"
 INK, FAINT = "#22262b", "#8b949e"
 STYLE = {
     "font.size": 10,
@@ -49,7 +50,7 @@ def draw(folder: RunFolder) -> None:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12.5, 6.6), dpi=130, layout="constrained")
         grid = figure.add_gridspec(2, 2, width_ratios=(1, 1.12), height_ratios=(1.35, 1), hspace=0.07, wspace=0.05)
-        _loss(figure.add_subplot(grid[:, 0]), log)
+        _loss(figure.add_subplot(grid[:, 0]), log, "token" if plan["settings"].get("model") else "byte")
         _memory(figure.add_subplot(grid[0, 1]), log, plan, (unit, name))
         _homes(figure.add_subplot(grid[1, 1]), log, plan, (unit, name))
         figure.suptitle(_title(plan, log), x=0.012, ha="left", fontsize=13, fontweight="bold")
@@ -58,10 +59,12 @@ def draw(folder: RunFolder) -> None:
 
 def _title(plan: Mapping[str, Any], log: Sequence[Record]) -> str:
     budget = ", ".join(f"{tier} {human(plan['peak'][tier])}" for tier in TIERS if plan["peak"][tier])
-    return f"{plan['parameters'] / 1e6:.1f} million parameters, {len(log)} steps; planned peaks: {budget}"
+    count = plan["parameters"]
+    size = f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
+    return f"{size} parameters, {len(log)} steps; planned peaks: {budget}"
 
 
-def _loss(axes: Any, log: Sequence[Record]) -> None:
+def _loss(axes: Any, log: Sequence[Record], each: str) -> None:
     steps, losses = [r.step for r in log], [r.loss for r in log]
     mean, smooth = losses[0], []
     for loss in losses:
@@ -69,7 +72,10 @@ def _loss(axes: Any, log: Sequence[Record]) -> None:
         smooth.append(mean)
     axes.plot(steps, losses, color=FAINT, linewidth=0.8, marker="o", markersize=2.5, label="every step")
     axes.plot(steps, smooth, color=INK, linewidth=2.2, label="running mean")
-    axes.set(title="Loss", xlabel="step", ylabel="cross-entropy (nats per byte)")
+    seen = [(r.step, r.validation) for r in log if r.validation is not None]
+    if seen:
+        axes.plot(*zip(*seen, strict=True), color=SEEN_COLOR, linewidth=2, marker="o", markersize=5, label="validation")
+    axes.set(title="Loss", xlabel="step", ylabel=f"cross-entropy (nats per {each})")
     axes.margins(x=0.02)
     axes.grid(axis="y", color="#e6e8eb")
     axes.set_axisbelow(True)

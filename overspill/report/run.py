@@ -1,4 +1,4 @@
-"""A run's folder: RUN/{plan.json, log.jsonl, trace.json, plot.png}."""
+"""A run's folder: RUN/{plan.json, log.jsonl, trace.json, plot.png, checkpoints/}, and model/ for what it exports."""
 
 import dataclasses
 import json
@@ -29,6 +29,8 @@ class Record:
     """Bytes per lane."""
     bytes: Mapping[str, int]
     """The step's peak per tier; empty where nothing was measured. The host's is its arena, of fixed size."""
+    validation: float | None = None
+    """Loss on the validation data after the step, where somebody looked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +55,21 @@ class RunFolder:
     def plot(self) -> Path:
         return self.path / "plot.png"
 
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
     def make(self) -> None:
         """A folder that holds no run yet."""
         if self.log.exists() or self.plan.exists():
-            raise OptionError(f"expected --run to be a new folder, found a run in {str(self.path)!r}; give another one")
+            raise OptionError(
+                f"expected --run to be a new folder, found a run in {str(self.path)!r}; give another one, or continue "
+                "it with --resume"
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -64,14 +77,20 @@ class RunFolder:
                 f"expected --run to be a folder that can be made, found {str(self.path)!r}: {error.strerror}"
             ) from error
 
-    def write_plan(self, plan: str, settings: Mapping[str, Any]) -> None:
-        """The plan as JSON, and beside it what the run was told."""
-        body = {"settings": dict(settings), **json.loads(plan)}
-        self.plan.write_text(json.dumps(body, indent=2) + "\n")
+    def write_plan(self, plan: str, settings: Mapping[str, Any], contents: Mapping[str, str] | None = None) -> None:
+        """The plan as JSON, and beside it what the run was told, and digests of what it was given by path."""
+        body = {"settings": dict(settings), "contents": dict(contents or {}), **json.loads(plan)}
+        _replace(self.plan, json.dumps(body, indent=2) + "\n")
 
     def append(self, record: Record) -> None:
         with self.log.open("a") as file:
             file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+
+    def rewind(self, step: int) -> None:
+        """Forget what the log says of later steps; a run that was killed may have left half a line."""
+        lines = self.log.read_text().splitlines(keepends=True) if self.log.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        _replace(self.log, "".join(kept))
 
     def read_plan(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.plan.read_text())
@@ -79,6 +98,13 @@ class RunFolder:
 
     def read_log(self) -> list[Record]:
         return [Record(**json.loads(line)) for line in self.log.read_text().splitlines()]
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whoever is killed here leaves the old file or the new one."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def held_plainly(plan: Mapping[str, Any]) -> int:

@@ -1,0 +1,115 @@
+"""`overspill plan`: where everything would live, for a model folder or for sizes. Allocates nothing."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from torch import nn
+
+import overspill
+from overspill.cli import options as o
+from overspill.cli import sizes, text_model
+from overspill.cli.app import app, need
+from overspill.cli.loop import build_optimizer
+from overspill.cli.settings import OPTIMIZERS, PRECISIONS, budget, option
+from overspill.config import parse_size
+from overspill.errors import OptionError
+
+MODEL, MACHINE = "The model", "Another machine than this one"
+OTHERS_SHARE = {"gpu": 0.92, "host": 0.8}
+"""What "auto" takes of another machine: what it would take there, where there is a GPU, and not what it takes here."""
+DEFAULTS = {"precision": "bf16", "optimizer": "adamw", "micro_batches": 1, "gpu": "auto", "host": "auto"}
+SOMEWHERE = "nvme"
+"""The folder of another machine's disk; only its size counts."""
+
+Folder = Annotated[Path | None, o.described(MODEL, "Folder of a Transformers model; its config is enough.", "none")]
+Params = Annotated[str | None, o.described(MODEL, "Parameters of a decoder like Llama: 13B, 350M.", "none")]
+Layers = Annotated[int | None, o.described(MODEL, "Its blocks.", "by --params")]
+Hidden = Annotated[int | None, o.described(MODEL, "Its width.", "by --params")]
+Heads = Annotated[int | None, o.described(MODEL, "Its attention heads.", "by --hidden")]
+Vocab = Annotated[int | None, o.described(MODEL, "Its vocabulary.", sizes.VOCABULARY)]
+MachineGpu = Annotated[str | None, o.described(MACHINE, "Memory of its GPU: 80GiB.", "this one's")]
+MachineHost = Annotated[str | None, o.described(MACHINE, "Its host memory: 512GiB.", "this one's")]
+MachineNvme = Annotated[str | None, o.described(MACHINE, "Room on its disks, instead of --nvme: 2TB.", "none")]
+Json = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
+
+
+@app.command()
+def plan(
+    model: Folder = None,
+    params: Params = None,
+    layers: Layers = None,
+    hidden: Hidden = None,
+    heads: Heads = None,
+    vocab: Vocab = None,
+    optimizer: o.Optimizer = None,
+    micro_batches: o.MicroBatches = None,
+    precision: o.PlannedPrecision = None,
+    gpu: o.Gpu = None,
+    host: o.Host = None,
+    nvme: o.Nvme = None,
+    machine_gpu: MachineGpu = None,
+    machine_host: MachineHost = None,
+    machine_nvme: MachineNvme = None,
+    json: Json = False,
+) -> None:
+    """Show which part of a model would live where, and the peak of every tier, without allocating anything."""
+    given = {"optimizer": optimizer, "micro_batches": micro_batches, "precision": precision, "gpu": gpu, "host": host}
+    said: dict[str, Any] = {**DEFAULTS, **{name: value for name, value in given.items() if value is not None}}
+    _check_choices(said)
+    shape = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab}
+    built, what = _built(model, params, shape)
+    own = build_optimizer(built, said.pop("optimizer"), lr=1e-5, weight_decay=0.0)
+    machine = _machine(machine_gpu, machine_host)
+    made = overspill.plan(
+        built,
+        own,
+        machine=machine,
+        nvme=_disks(nvme, machine_nvme),
+        **{**said, **{name: _budget(said[name], name, machine) for name in OTHERS_SHARE}},
+    )
+    typer.echo(made.to_json() if json else f"{what}\n{made}")
+
+
+def _check_choices(said: dict[str, Any]) -> None:
+    for name, known in (("optimizer", OPTIMIZERS), ("precision", PRECISIONS)):
+        if said[name] not in known:
+            raise OptionError(f"expected {option(name)} to be one of {', '.join(known)}, found {said[name]!r}")
+
+
+def _built(folder: Path | None, params: str | None, shape: dict[str, int | None]) -> tuple[nn.Module, str]:
+    """The model without values, and what it is in words."""
+    if (folder is None) == (params is None):
+        found = "neither" if folder is None else "both"
+        raise OptionError(f"expected --model DIR or --params NUMBER, found {found}; give one of them")
+    if params is not None:
+        chosen = sizes.choose(
+            sizes.parse_count(params), shape["layers"], shape["hidden"], shape["heads"], shape["vocab"]
+        )
+        return sizes.build(chosen), str(chosen)
+    assert folder is not None
+    for name, value in shape.items():
+        if value is not None:
+            raise OptionError(f"expected {option(name)} with --params only, found {value}; the folder's config says it")
+    need("transformers")
+    built = text_model.build(text_model.read_config(folder), recompute=False)
+    return built, f"{type(built).__name__} of {folder}"
+
+
+def _machine(gpu: str | None, host: str | None) -> dict[str, int] | None:
+    if gpu is None and host is None:
+        return None
+    if gpu is None or host is None:
+        raise OptionError("expected --machine-gpu and --machine-host together, found one of them; give the other too")
+    named = {"device": ("machine_gpu", gpu), "host": ("machine_host", host)}
+    return {tier: parse_size(option(name), text, there=0) for tier, (name, text) in named.items()}
+
+
+def _budget(text: str, name: str, machine: dict[str, int] | None) -> str | float:
+    return OTHERS_SHARE[name] if text == "auto" and machine is not None else budget(text)
+
+
+def _disks(paths: list[Path] | None, room: str | None) -> Any:
+    if paths and room:
+        raise OptionError("expected --nvme or --machine-nvme, found both; leave one out")
+    return {SOMEWHERE: room} if room else paths or None

@@ -1,0 +1,120 @@
+"""A folder of Transformers: its config, its tokenizer, its model without values, and a new folder like it."""
+
+import hashlib
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+import overspill
+from overspill.errors import OptionError
+
+log = logging.getLogger("overspill")
+
+COMPANIONS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
+"""What stands beside the weights: config, tokenizer, chat template, code. An index of weights does not."""
+
+Found = TypeVar("Found")
+
+
+def read_config(folder: Path) -> Any:
+    """The model's config, of a kind that predicts the next token and is held in plain numbers."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if not (folder / "config.json").is_file():
+        raise OptionError(f"expected --model to be a folder with a config.json, found none in {str(folder)!r}")
+    config = _loaded(lambda: AutoConfig.from_pretrained(folder, local_files_only=True), "a config", folder)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        found = ", ".join(config.architectures or [config.model_type])
+        raise OptionError(
+            f"expected a causal language model in {str(folder)!r}, found {found}; write a loop of your own around "
+            "overspill.prepare"
+        )
+    if getattr(config, "quantization_config", None):
+        raise OptionError(f"expected weights in bf16, fp16 or fp32 in {str(folder)!r}, found quantized ones")
+    config.use_cache = False
+    return config
+
+
+def read_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return _loaded(lambda: AutoTokenizer.from_pretrained(folder, local_files_only=True), "a tokenizer", folder)
+
+
+def check_weights(folder: Path) -> None:
+    if not any(folder.glob("*.safetensors")):
+        others = ", ".join(sorted(p.name for p in folder.iterdir() if p.is_file())) or "nothing"
+        raise OptionError(f"expected weights as *.safetensors in {str(folder)!r}, found {others}; convert them")
+
+
+def positions(config: Any) -> int | None:
+    """The longest sample that the model was made for, where it says so."""
+    found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found
+
+
+def build(config: Any, recompute: bool) -> nn.Module:
+    """The model with parameters on the meta device. Buffers that are in no file have their values."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # As from_pretrained does it: made empty, then set by the model's own rule, which passes over parameters on meta.
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner).register_buffer(last, torch.empty_like(buffer, device="cpu"), persistent=False)
+    model.initialize_weights()
+    if recompute and model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif recompute:
+        log.warning("%s does not support recomputing activations: they are kept", type(model).__name__)
+    trained: nn.Module = model.train()
+    return trained
+
+
+def vocabulary(model: Any) -> int:
+    """Rows of the embedding."""
+    rows: int = model.get_input_embeddings().weight.shape[0]
+    return rows
+
+
+def digest(folder: Path) -> str:
+    """The same for the same architecture, wherever its folder is."""
+    return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+
+
+def check_target(path: Path) -> None:
+    """To be called before training, not after it."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise OptionError(f"expected --export to be a new or empty folder, found {str(path)!r}; give another one")
+
+
+def export(model: nn.Module, source: Path, target: Path) -> None:
+    """A folder that `from_pretrained` loads: the weights as they are now, everything else as in the model's own folder.
+
+    It gets its name when it is complete, and takes the place of an earlier one.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    overspill.export(model, partial)
+    for path in sorted(source.iterdir()):
+        is_index = path.name.endswith(".index.json")
+        if path.is_file() and path.suffix in COMPANIONS and not is_index and not (partial / path.name).exists():
+            shutil.copyfile(path, partial / path.name)
+    if target.exists():
+        shutil.rmtree(target)
+    partial.rename(target)
+
+
+def _loaded(load: Callable[[], Found], what: str, folder: Path) -> Found:
+    try:
+        return load()
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        raise OptionError(f"expected {what} that Transformers can load in {str(folder)!r}, found: {error}") from error

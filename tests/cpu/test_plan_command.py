@@ -1,0 +1,81 @@
+"""`overspill plan`: for a folder and for sizes, on this machine and for another."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from overspill.cli import main
+from overspill.cli.sizes import build, choose, parse_count
+from overspill.errors import BudgetError, OptionError
+from overspill.specs import GiB
+from tests.commands import here
+from tests.folders import make_llama
+
+FP32 = ["--precision", "fp32"]
+
+
+def test_a_folder_is_planned_from_its_config(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "llama")
+    (folder / "model.safetensors").unlink()
+    told = here("plan", "--model", str(folder), *FP32, "--gpu", "1MiB", "--host", "2MiB")
+    assert "LlamaForCausalLM of" in told and "36,768 parameters in 5 units" in told
+    assert "weight fp32" in told and "peak" in told
+    body = json.loads(here("plan", "--model", str(folder), *FP32, "--gpu", "1MiB", "--host", "2MiB", "--json"))
+    assert body["parameters"] == 36768 and body["budget"]["device"] == 2**20
+
+
+def test_thirteen_billion_parameters_are_planned_quickly() -> None:
+    begin = time.process_time()
+    sizes = ["--params", "13B", "--layers", "40", "--hidden", "5120"]
+    told = here("plan", *sizes, *FP32, "--machine-gpu", "80GiB", "--machine-host", "512GiB", "--machine-nvme", "2TB")
+    assert time.process_time() - begin < 5
+    assert "40 layers, hidden 5120, 40 heads" in told and "in 42 units" in told
+    body = json.loads(here("plan", *sizes, *FP32, "--machine-gpu", "80GiB", "--machine-host", "512GiB", "--json"))
+    assert body["parameters"] == pytest.approx(13e9, rel=0.01)
+    assert body["budget"]["device"] == int(0.92 * 80 * GiB), "what auto takes of a GPU, though there is none here"
+
+
+@pytest.mark.parametrize("text", ["100K", "1M", "124M", "350M", "1.5B", "7e9", "70B", "1T"])
+def test_sizes_come_close_to_the_parameters_asked_for(text: str) -> None:
+    sizes = choose(parse_count(text), None, None, None, None)
+    assert sizes.parameters == pytest.approx(parse_count(text), rel=0.01)
+    assert 2 <= sizes.ffn / sizes.hidden <= 4 and sizes.hidden % sizes.heads == 0
+    assert sum(p.numel() for p in build(sizes).parameters()) == sizes.parameters
+
+
+def test_what_does_not_fit_is_refused_with_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--params", "13B", *FP32, "--gpu", "24GiB", "--host", "20GiB"]
+    with pytest.raises(BudgetError, match="set host="):
+        here("plan", *options)
+    monkeypatch.setattr(sys, "argv", ["overspill", "plan", *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told, error = capsys.readouterr()
+    assert ended.value.code == 2 and not told
+    assert error.startswith("overspill: expected room for")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "found neither"),
+        (["--params", "1B", "--model", "x"], "found both"),
+        (["--params", "many"], "like 13B, 350M or 7e9, found 'many'"),
+        (["--params", "1B", "--layers", "40", "--hidden", "5120"], "expected --params from 6,095,262,720 to"),
+        (["--params", "13B", "--heads", "7"], "divides the hidden width 5120, found 7"),
+        (["--params", "13B", "--machine-gpu", "80GiB"], "--machine-gpu and --machine-host together"),
+        (["--params", "13B", "--nvme", ".", "--machine-nvme", "1TB"], "--nvme or --machine-nvme, found both"),
+        (["--params", "13B", "--precision", "int4"], "--precision to be one of bf16, fp16, fp32"),
+        (["--model", "missing"], "a folder with a config.json"),
+        (["--model", "missing", "--layers", "2"], "--layers with --params only"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_options_are_refused(options: list[str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        here("plan", *options)
