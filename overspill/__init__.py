@@ -6,10 +6,11 @@ and the training loop stays as it is. See README.md. Importing this package touc
 """
 
 from overspill import errors
-from overspill.api import Plan, close, export, full, grad, load, plan, prepare, save, settle, state, trace
+from overspill.api import Plan, building, close, export, full, grad, load, plan, prepare, save, settle, state, trace
 
 __all__ = [
     "Plan",
+    "building",
     "close",
     "errors",
     "export",

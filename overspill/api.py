@@ -13,14 +13,29 @@ from torch import Tensor, nn
 
 from overspill import saving
 from overspill.config import NvmeOption, Size, options
-from overspill.errors import ModelError, OptionError, OverspillError, StateError
+from overspill.errors import OptionError, OverspillError, StateError
 from overspill.plan.plan import Plan
+from overspill.runtime.building import building
 from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine
 from overspill.runtime.optimizer import SpilledOptimizer, read_state
 from overspill.setup import build_engine, check_trainable, compute_device, make_plan, say_what_is_cast
 
-__all__ = ["Plan", "close", "export", "full", "grad", "load", "plan", "prepare", "save", "settle", "state", "trace"]
+__all__ = [
+    "Plan",
+    "building",
+    "close",
+    "export",
+    "full",
+    "grad",
+    "load",
+    "plan",
+    "prepare",
+    "save",
+    "settle",
+    "state",
+    "trace",
+]
 
 log = logging.getLogger("overspill")
 
@@ -59,11 +74,6 @@ def prepare(
     given = {k: v for k, v in locals().items() if k not in ("model", "optimizer", "unknown")}
     chosen = options({**given, **unknown})
     check_trainable(model, optimizer, chosen)
-    for name, p in model.named_parameters():
-        if p.device.type == "meta":
-            raise ModelError(
-                f"expected a model with values, found {name!r} on the meta device; build it on a real device"
-            )
     device = compute_device(model)
     laid_out, made = make_plan(model, optimizer, chosen, device)
     log.info("%s", made)

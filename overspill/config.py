@@ -25,7 +25,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "activations": ("keep",),
     "kernels": ("auto", "torch"),
     "separable": (None, True, False),
-    "weights": (None,),
     "mesh": (None,),
 }
 """What this version can do."""
@@ -67,6 +66,8 @@ class Options:
             parse_size(name, getattr(self, name), there=2**60)
         parse_nvme(self.nvme)
         _check_place(self.place)
+        if self.weights is not None and not isinstance(self.weights, str | PathLike):
+            raise OptionError(f"expected weights= as a folder of safetensors, found {self.weights!r}")
 
 
 def options(given: Mapping[str, Any]) -> Options:
@@ -83,7 +84,7 @@ def options(given: Mapping[str, Any]) -> Options:
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if any(value is a or (type(value) is type(a) and value == a) for a in allowed):
         return
-    if value in LATER.get(name, ()) or (name in ("weights", "mesh") and value is not None):
+    if value in LATER.get(name, ()) or (name == "mesh" and value is not None):
         raise OptionError(f"expected {name}= to be one of {allowed}, found {value!r}, which is not there yet")
     raise OptionError(f"expected {name}= to be one of {allowed}, found {value!r}")
 

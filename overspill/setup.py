@@ -13,9 +13,10 @@ from overspill.config import Options, parse_nvme, parse_size
 from overspill.errors import BudgetError, ModelError, OptionError, StateError, TierError
 from overspill.kernels.masters import KEPT
 from overspill.kernels.reference import Rule, rule_of
+from overspill.loading import source_of
 from overspill.plan.plan import Plan
 from overspill.plan.solver import Request, page_sizes, solve
-from overspill.runtime.adopt import OwnValues
+from overspill.runtime.building import builder_of, span_of
 from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine
 from overspill.runtime.optimizer import SpilledOptimizer
@@ -32,7 +33,7 @@ from overspill.tiers import (
     host_available,
     keep_no_freed_memory,
 )
-from overspill.units.layout import Forms, Layout, lay_out
+from overspill.units.layout import Forms, Layout, lay_out, refuse_overlaps
 from overspill.units.states import StateProbe
 
 log = logging.getLogger("overspill")
@@ -83,7 +84,7 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: 
         raise ModelError(f"expected a torch.optim.Optimizer of your own, found {type(optimizer).__name__}")
     names = {id(p): name for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
-        if keeper_of(p) is not None:
+        if keeper_of(p) is not None and builder_of(p) is None:
             raise StateError(
                 f"expected a model that is not prepared, found {name!r} in a prepared one; close that first"
             )
@@ -94,9 +95,21 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: 
                     f"expected every parameter of the optimizer to belong to the model, found parameter {i} of group "
                     f"{g}, of shape {tuple(p.shape)}, which does not; build the optimizer from model.parameters()"
                 )
+    refuse_overlaps(model, _span)
     kind = type(optimizer)
     if kind in COUPLED or (kind not in SEPARABLE and not chosen.separable):
         raise ModelError(_not_separable(kind))
+
+
+def _span(p: nn.Parameter) -> tuple[object, int, int] | None:
+    """Where a parameter's bytes lie."""
+    if p.is_meta or p.numel() == 0:
+        return None
+    if builder_of(p) is not None:
+        key, begin, end = span_of(p)
+        return ("built", key), begin, end
+    extent = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
+    return p.device, p.data_ptr(), p.data_ptr() + extent * p.element_size()
 
 
 def _not_separable(kind: type[torch.optim.Optimizer]) -> str:
@@ -217,7 +230,9 @@ def build_engine(
     with ExitStack() as undo:
         tiers = _tiers(model, made, paths, pin, undo)
         extend = _Extend(made, paths, tiers, pin)
-        materials = Materials(device, optimizer, update_rule(optimizer, chosen), OwnValues(), extend)
+        materials = Materials(
+            device, optimizer, update_rule(optimizer, chosen), source_of(model, chosen.weights, device), extend
+        )
         built = build(laid_out, made.program, tiers, materials)
         undo.pop_all()
     buffers = tuple((buffer, buffer.device) for buffer in model.buffers())
@@ -282,7 +297,7 @@ def _tiers(model: nn.Module, made: Plan, paths: list[tuple[Path, int | None]], p
         tiers["nvme"] = NvmeTier(paths, nvme, made.staging, pin)
         undo.callback(tiers["nvme"].close)
     if host:
-        here = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
+        here = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu" and builder_of(p) is None)
         tiers["host"] = HostTier(host, moving_in=min(here, made.bytes_of("host", "weight")))
         undo.callback(tiers["host"].close)
     return tiers

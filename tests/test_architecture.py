@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NAME = "overspill"
 PACKAGE = ROOT / NAME
 
-_PUBLIC = "prepare plan save load export full grad state settle close trace Plan errors"
+_PUBLIC = "prepare plan building save load export full grad state settle close trace Plan errors"
 PUBLIC = frozenset(_PUBLIC.split())
 
 # Top-level module -> (layer, the other top-level modules it may import). Inside its own folder a module is free.

@@ -60,16 +60,11 @@ def positions(config: Any) -> int | None:
 
 
 def build(config: Any, recompute: bool) -> nn.Module:
-    """The model with parameters on the meta device. Buffers that are in no file have their values."""
+    """The model on the meta device, of the dtype that its folder says: in that it will be exported."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # As from_pretrained does it: made empty, then set by the model's own rule, which passes over parameters on meta.
-    for name, buffer in list(model.named_non_persistent_buffers()):
-        owner, _, last = name.rpartition(".")
-        model.get_submodule(owner).register_buffer(last, torch.empty_like(buffer, device="cpu"), persistent=False)
-    model.initialize_weights()
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
     if recompute and model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     elif recompute:
@@ -105,8 +100,7 @@ def export(model: nn.Module, source: Path, target: Path) -> None:
     partial.parent.mkdir(parents=True, exist_ok=True)
     overspill.export(model, partial)
     for path in sorted(source.iterdir()):
-        is_index = path.name.endswith(".index.json")
-        if path.is_file() and path.suffix in COMPANIONS and not is_index and not (partial / path.name).exists():
+        if path.is_file() and path.suffix in COMPANIONS and not path.name.endswith(".index.json"):
             shutil.copyfile(path, partial / path.name)
     if target.exists():
         shutil.rmtree(target)

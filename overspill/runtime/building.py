@@ -81,6 +81,14 @@ def span_of(p: nn.Parameter) -> tuple[int, int, int]:
     return _place_of(p).block.key, begin * size, (begin + p.numel()) * size
 
 
+def read_built(p: nn.Parameter, begin: int, end: int) -> Tensor:
+    """Some elements of a built parameter in memory order, without bringing it back; only to be read."""
+    assert tuple(p.stride()) == dense_stride(p.shape, p.stride()), "a parameter with gaps has no memory order"
+    place, (_key, start, _end), size = _place_of(p), span_of(p), p.element_size()
+    with place.builder._locked():
+        return place.builder.blocks.read(place.block, start + begin * size, (end - begin) * size).view(p.dtype)
+
+
 def _registered(module: nn.Module, name: str, p: nn.Parameter) -> None:
     """A module has got a parameter."""
     if type(p) is nn.Parameter and p.device.type not in ("cpu", "meta"):
@@ -254,14 +262,9 @@ class Builder:
     def pieces(self, p: nn.Parameter, piece_bytes: int = PIECE) -> Iterator[tuple[int, Tensor]]:
         """The parameter in memory order, without bringing it back: (first element, flat tensor of its dtype, host).
         Only to be read: pieces of what is in memory are views of it."""
-        assert tuple(p.stride()) == dense_stride(p.shape, p.stride()), "a parameter with gaps has no memory order"
-        block, (_key, begin, _end), size = _place_of(p).block, span_of(p), p.element_size()
-        step = max(1, piece_bytes // size)
+        step = max(1, piece_bytes // p.element_size())
         for first in range(0, p.numel(), step):
-            count = min(step, p.numel() - first)
-            with self._locked():
-                piece = self.blocks.read(block, begin + first * size, count * size)
-            yield first, piece.view(p.dtype)
+            yield first, read_built(p, first, min(first + step, p.numel()))
 
     # ---
 

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,8 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def host_available() -> int:
-    """Bytes of host memory that can be taken before the kernel or the cgroup would kill someone."""
-    return max(0, min(_memory_available(_PROC), *_cgroup_headrooms(_PROC, _CGROUPS)))
+    """Bytes of host memory that can be taken before the kernel or the cgroup would kill someone, or refuse us."""
+    return max(0, min(_memory_available(_PROC), *_cgroup_headrooms(_PROC, _CGROUPS), *_own_headrooms(_PROC)))
 
 
 def disk_free(path: str | os.PathLike[str]) -> int:
@@ -44,6 +45,17 @@ def _memory_available(proc: Path) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+
+
+def _own_headrooms(proc: Path) -> list[int]:
+    """What the limits of this process (`ulimit`) leave free; never empty, because no limit reads as very much."""
+    found = [1 << 62]
+    status = dict(line.split(":", 1) for line in _read(proc / "self/status").splitlines() if ":" in line)
+    for kind, key in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        limit, _hard = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY and key in status:
+            found.append(limit - int(status[key].split()[0]) * 1024)
+    return found
 
 
 def _cgroup_headrooms(proc: Path, cgroups: Path) -> list[int]:

@@ -78,7 +78,6 @@ def wide_parameters(model: nn.Module) -> set[int]:
 
 def lay_out(model: nn.Module, forms: Forms, page_bytes: int = 64 * MiB) -> Layout:
     """Cut `model` into units."""
-    _refuse_overlaps(model)
     groups = _merge_left_over(_groups(model))
     owner = {id(p): i for i, group in enumerate(groups) for _, p in group.params}
     if not groups:
@@ -194,15 +193,17 @@ def _together(model: nn.Module, calls: tuple[Call, ...]) -> tuple[tuple[int, ...
     return tuple(found)
 
 
-def _refuse_overlaps(model: nn.Module) -> None:
+Span = tuple[object, int, int]
+"""(which memory, first byte, last byte + 1)"""
+
+
+def refuse_overlaps(model: nn.Module, span_of: Callable[[nn.Parameter], Span | None]) -> None:
     """Two parameters over the same bytes would each get bytes of their own and drift apart silently."""
     spans: dict[object, list[tuple[int, int, str]]] = {}
     for name, p in model.named_parameters():
-        if p.device.type == "meta" or p.numel() == 0:
-            continue
-        extent = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
-        begin = p.data_ptr()
-        spans.setdefault(p.device, []).append((begin, begin + extent * p.element_size(), name))
+        span = span_of(p)
+        if span is not None:
+            spans.setdefault(span[0], []).append((span[1], span[2], name))
     for found in spans.values():
         found.sort()
         for (_, end, name), (begin, _, other) in pairwise(found):

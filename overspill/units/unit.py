@@ -41,7 +41,8 @@ class Unit:
                 flat = self.elements(i)
                 view = flat.as_strided(spec.shape, spec.stride, flat.storage_offset())
                 if p.is_meta:
-                    torch.utils.swap_tensors(p, nn.Parameter(view, p.requires_grad))
+                    # Of `.data`, which has a version of its own: what the engine writes to the buffer is no change.
+                    torch.utils.swap_tensors(p, nn.Parameter(view.data, p.requires_grad))
                     continue
                 gradient, p.grad = p.grad, None
                 if view.dtype != p.dtype and hasattr(p, "grad_dtype"):

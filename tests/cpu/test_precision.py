@@ -207,7 +207,7 @@ def test_parameters_are_cast_and_buffers_are_not(tmp_path: Path) -> None:
     model.blocks[0].up.weight.requires_grad_(False)
     frozen = model.blocks[0].up.weight.detach().clone()
     before = weights(model)
-    model, optimizer = overspill.prepare(model, adamw([p for p in model.parameters() if p.requires_grad]))
+    model, _ = overspill.prepare(model, adamw([p for p in model.parameters() if p.requires_grad]))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.shift.dtype == torch.float32
     for name, p in model.named_parameters():
@@ -333,7 +333,7 @@ def test_an_edited_weight_is_the_master() -> None:
 
 
 def test_gradients_count_as_fp32(tmp_path: Path) -> None:
-    model, optimizer = prepared(tmp_path, "mixed")
+    model, _ = prepared(tmp_path, "mixed")
     small.loss_of(model, next(small.batches())).backward()
     p = model.blocks[0].up.weight
     assert p.grad.dtype == torch.float32 and overspill.grad(p).dtype == torch.float32

@@ -59,9 +59,9 @@ def wait_for_steps(process: "subprocess.Popen[str]", run: Path, steps: int) -> N
         time.sleep(0.01)
 
 
-def test_ctrl_c_saves_and_the_run_continues_to_the_same_bits(given: Path, tmp_path: Path, whole_api: list[str]) -> None:
+def test_ctrl_c_saves_and_the_run_continues_to_the_same_bits(given: Path, tmp_path: Path, command: list[str]) -> None:
     run = tmp_path / "run"
-    process = apart(whole_api, "train", *options(given, run), *FOREVER, cwd=tmp_path)
+    process = apart(command, "train", *options(given, run), *FOREVER, cwd=tmp_path)
     wait_for_steps(process, run, 3)
     process.send_signal(signal.SIGINT)
     told, error = process.communicate(timeout=60)
@@ -77,11 +77,11 @@ def test_ctrl_c_saves_and_the_run_continues_to_the_same_bits(given: Path, tmp_pa
 
 
 def test_a_killed_run_continues_from_its_last_checkpoint_to_the_same_bits(
-    given: Path, tmp_path: Path, whole_api: list[str]
+    given: Path, tmp_path: Path, command: list[str]
 ) -> None:
     run = tmp_path / "run"
     budgets = ["--gpu", "1MiB", "--host", "2MiB", "--save-every", "2"]
-    process = apart(whole_api, "train", *options(given, run), *budgets, *FOREVER, cwd=tmp_path)
+    process = apart(command, "train", *options(given, run), *budgets, *FOREVER, cwd=tmp_path)
     wait_for_steps(process, run, 5)
     process.kill()
     process.communicate(timeout=60)
@@ -100,7 +100,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint_to_the_same_bits(
 
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_with_every_schedule(
-    given: Path, tmp_path: Path, whole_api: list[str], monkeypatch: pytest.MonkeyPatch
+    given: Path, tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     cosine = ["--schedule", "cosine", "--steps", "7", "--save-every", "4", "--micro-batches", "2"]
@@ -127,7 +127,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_with_every_schedule(
     assert Checkpoints(tmp_path / "runs" / "a" / "checkpoints").steps() == [8, 9]
 
 
-def test_a_run_is_not_resumed_as_another_one(given: Path, tmp_path: Path, whole_api: list[str]) -> None:
+def test_a_run_is_not_resumed_as_another_one(given: Path, tmp_path: Path, command: list[str]) -> None:
     run = tmp_path / "run"
     here("train", *options(given, run), "--steps", "3")
     before = (run / "log.jsonl").read_text()

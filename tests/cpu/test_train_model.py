@@ -16,7 +16,7 @@ from tests.commands import here, log_of, weights_of
 from tests.folders import TEXT, VOCABULARY, make_llama
 
 LENGTH = ["--seq", "16", "--batch", "2", "--micro-batches", "2", "--steps", "6"]
-pytestmark = pytest.mark.usefixtures("whole_api")
+pytestmark = pytest.mark.usefixtures("command")
 
 
 @pytest.fixture(scope="module")
