@@ -2,6 +2,7 @@
 
 import functools
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from tests.reference import Recipe, differing, train, weights
 from tests.zoo import ALL, ZOO, Architecture, loss_of
 
 STEPS, MICRO_BATCHES = 20, 3
-REPRESENTATIVES = ["gpt2", "llama", "qwen2", "bert", "albert", "t5"]
-REPRESENTATIVES += ["vit", "swin", "wav2vec2", "mixtral", "mamba", "clip"]
+REPRESENTATIVES = ["gpt2", "llama", "qwen2", "bert", "albert", "t5", "bart", "vit", "swin"]
+REPRESENTATIVES += ["wav2vec2", "whisper", "mixtral", "deepseek_v3", "mamba", "jamba", "clip", "qwen2_vl"]
+FAMILIES = ["decoder", "encoder", "encoder-decoder", "vision", "audio", "moe", "state-space", "multimodal"]
 
 
 def built(name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -50,6 +52,17 @@ def check(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     recipe, losses, expected = plain(name)
     assert train(model, optimizer, ZOO[name].batches(), recipe, loss_of) == losses
     assert differing(weights(overspill.close(model)), expected) == []
+
+
+def test_the_zoo_has_every_family() -> None:
+    count = Counter(a.family for a in ALL)
+    assert set(count) == set(FAMILIES) and min(count.values()) >= 6
+    assert len(ZOO) == len(ALL) >= 68
+
+
+def test_two_of_each_family_run_with_every_change() -> None:
+    count = Counter(ZOO[name].family for name in REPRESENTATIVES)
+    assert [family for family in FAMILIES if count[family] < 2] == []
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVES)

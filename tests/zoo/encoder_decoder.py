@@ -34,6 +34,7 @@ BART = {
     **IDS,
 }
 LED = {"attention_window": 4, "max_encoder_position_embeddings": 24, "max_decoder_position_embeddings": 24}
+LONGT5 = {"encoder_attention_type": "transient-global", "local_radius": 2, "global_block_size": 4}
 FSMT = {"langs": ["en", "de"], "src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY}
 PROPHETNET = {
     "vocab_size": VOCABULARY,
@@ -68,9 +69,7 @@ ENCODER_DECODERS = [
     translator("t5", t5_like("T5")),
     translator("mt5", t5_like("MT5", tie_word_embeddings=False)),
     translator("umt5", t5_like("UMT5")),
-    translator(
-        "longt5", t5_like("LongT5", encoder_attention_type="transient-global", local_radius=2, global_block_size=4)
-    ),
+    translator("longt5", t5_like("LongT5", **LONGT5)),
     translator("bart", bart_like("Bart")),
     translator("mbart", bart_like("MBart", decoder_layerdrop=0.2)),
     translator("plbart", bart_like("PLBart")),

@@ -1,6 +1,11 @@
 """Multimodal: images and text together."""
 
-from tests.zoo.base import IDS, VOCABULARY, Architecture, bert_like, stock
+from collections.abc import Callable
+from typing import Any
+
+from torch import Generator
+
+from tests.zoo.base import IDS, VOCABULARY, Architecture, Batch, bert_like, stock
 from tests.zoo.batches import answers, captioned, captions, image_in_text, patches_in_text, tiles_in_text
 
 TEXT = {
@@ -36,6 +41,7 @@ BLIP = {
     "vision_config": {**VISION, "initializer_range": 0.02},
     "projection_dim": 22,
 }
+GIT = {"vision_config": VISION, "num_hidden_layers": 2}
 VILT = {"image_size": 12, "patch_size": 4, "hidden_dropout_prob": 0.1, "num_labels": 3, "num_hidden_layers": 2}
 LLAVA = {
     "text_config": {"model_type": "llama", **WITH_IMAGE},
@@ -79,37 +85,28 @@ BRIDGETOWER = {
 """Its vision tower gives each head 64 channels."""
 
 
+def matched(name: str, stem: str, **settings: Any) -> Architecture:
+    """Scores how well texts and images match; `stem` is what the names of its classes begin with."""
+    return Architecture(name, "multimodal", stock(stem, "Model", **settings), captions)
+
+
+def speaking(name: str, stem: str, batch: Callable[[Generator], Batch], **settings: Any) -> Architecture:
+    """Writes text about images."""
+    builder = stock(stem, "ForConditionalGeneration", **settings)
+    return Architecture(name, "multimodal", builder, batch, generates=True)
+
+
 MULTIMODAL = [
-    Architecture("clip", "multimodal", stock("CLIP", "Model", **CLIP), captions),
-    Architecture("altclip", "multimodal", stock("AltCLIP", "Model", **ALTCLIP), captions),
-    Architecture("chinese_clip", "multimodal", stock("ChineseCLIP", "Model", **CLIP), captions),
-    Architecture("siglip", "multimodal", stock("Siglip", "Model", **SIGLIP), captions),
+    matched("clip", "CLIP", **CLIP),
+    matched("altclip", "AltCLIP", **ALTCLIP),
+    matched("chinese_clip", "ChineseCLIP", **CLIP),
+    matched("siglip", "Siglip", **SIGLIP),
     Architecture("vilt", "multimodal", bert_like("Vilt", "ForQuestionAnswering", **VILT), answers),
     Architecture("bridgetower", "multimodal", stock("BridgeTower", "ForMaskedLM", **BRIDGETOWER), captioned),
-    Architecture("blip", "multimodal", stock("Blip", "ForConditionalGeneration", **BLIP), captioned, generates=True),
-    Architecture("git", "multimodal", bert_like("Git", "ForCausalLM", vision_config=VISION), captioned, generates=True),
-    Architecture(
-        "llava", "multimodal", stock("Llava", "ForConditionalGeneration", **LLAVA), image_in_text, generates=True
-    ),
-    Architecture(
-        "paligemma",
-        "multimodal",
-        stock("PaliGemma", "ForConditionalGeneration", **PALIGEMMA),
-        image_in_text,
-        generates=True,
-    ),
-    Architecture(
-        "idefics3",
-        "multimodal",
-        stock("Idefics3", "ForConditionalGeneration", **IDEFICS3),
-        tiles_in_text,
-        generates=True,
-    ),
-    Architecture(
-        "qwen2_vl",
-        "multimodal",
-        stock("Qwen2VL", "ForConditionalGeneration", **QWEN2_VL),
-        patches_in_text,
-        generates=True,
-    ),
+    Architecture("git", "multimodal", bert_like("Git", "ForCausalLM", **GIT), captioned, generates=True),
+    speaking("blip", "Blip", captioned, **BLIP),
+    speaking("llava", "Llava", image_in_text, **LLAVA),
+    speaking("paligemma", "PaliGemma", image_in_text, **PALIGEMMA),
+    speaking("idefics3", "Idefics3", tiles_in_text, **IDEFICS3),
+    speaking("qwen2_vl", "Qwen2VL", patches_in_text, **QWEN2_VL),
 ]
