@@ -1,5 +1,6 @@
 """What an architecture of the zoo is, and how a stock model is named."""
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ import transformers as hf
 from torch import Generator, Tensor, nn
 
 Batch = dict[str, Any]
+Batches = Callable[[Generator], Batch]
+"""Makes one batch after the other."""
 Builder = Callable[[], nn.Module]
 
 VOCABULARY = 37
@@ -23,7 +26,7 @@ class Architecture:
     name: str
     family: str
     builder: Builder
-    batch: Callable[[Generator], Batch]
+    batch: Batches
     generates: bool = False
     """Whether `model.generate` makes text from what `prompt` gives."""
 
@@ -49,7 +52,12 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 def stock(name: str, task: str, config: str | None = None, **settings: Any) -> Builder:
     """A builder of a stock model, by the names of its classes: those are only imported when it is built."""
-    return lambda: getattr(hf, name + task)(getattr(hf, config or f"{name}Config")(**settings))
+
+    def build() -> nn.Module:
+        # A config keeps, and changes, the dicts it is given.
+        return getattr(hf, name + task)(getattr(hf, config or f"{name}Config")(**copy.deepcopy(settings)))
+
+    return build
 
 
 def llama_like(name: str, task: str = "ForCausalLM", **more: Any) -> Builder:

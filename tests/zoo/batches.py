@@ -1,11 +1,9 @@
 """Batches of random data, one function for each way of feeding a model."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Generator, Tensor
 
-from tests.zoo.base import IDS, VOCABULARY, Batch
+from tests.zoo.base import IDS, VOCABULARY, Batch, Batches
 
 
 def tokens(generator: Generator, *shape: int) -> Tensor:
@@ -29,12 +27,8 @@ def long_text(generator: Generator) -> Batch:
     return text(generator, length=20)
 
 
-def pairs(generator: Generator) -> Batch:
-    return {"input_ids": tokens(generator, 2, 9), "labels": tokens(generator, 2, 5)}
-
-
-def pairs_of_equal_length(generator: Generator) -> Batch:
-    return {"input_ids": tokens(generator, 2, 7), "labels": tokens(generator, 2, 7)}
+def classified(generator: Generator) -> Batch:
+    return {"input_ids": tokens(generator, 3, 7), "labels": classes(generator, 2, rows=3)}
 
 
 def some_global(generator: Generator, batch: Batch) -> Batch:
@@ -48,15 +42,19 @@ def some_global_text(generator: Generator) -> Batch:
     return some_global(generator, text(generator))
 
 
+def pairs(generator: Generator) -> Batch:
+    return {"input_ids": tokens(generator, 2, 9), "labels": tokens(generator, 2, 5)}
+
+
+def pairs_of_equal_length(generator: Generator) -> Batch:
+    return {"input_ids": tokens(generator, 2, 7), "labels": tokens(generator, 2, 7)}
+
+
 def some_global_pairs(generator: Generator) -> Batch:
     return some_global(generator, pairs(generator))
 
 
-def classified(generator: Generator) -> Batch:
-    return {"input_ids": tokens(generator, 3, 7), "labels": classes(generator, 2, rows=3)}
-
-
-def pixels(size: int) -> Callable[[Generator], Batch]:
+def pixels(size: int) -> Batches:
     def batch(generator: Generator) -> Batch:
         images = torch.randn(2, 3, size, size, generator=generator)
         return {"pixel_values": images, "labels": classes(generator, 3, rows=2)}
@@ -68,8 +66,21 @@ def speech(generator: Generator) -> Batch:
     return {"input_values": torch.randn(2, 400, generator=generator), "labels": tokens(generator, 2, 3)}
 
 
+def wave(generator: Generator) -> Batch:
+    """Long enough for three convolutions that shorten it 384 times."""
+    return {"input_values": torch.randn(2, 3000, generator=generator), "labels": tokens(generator, 2, 5)}
+
+
 def mel(generator: Generator) -> Batch:
     return {"input_features": torch.randn(2, 10, 20, generator=generator), "labels": tokens(generator, 2, 5)}
+
+
+def features(generator: Generator) -> Batch:
+    return {"input_features": torch.randn(2, 20, 10, generator=generator), "labels": tokens(generator, 2, 5)}
+
+
+def sounds(generator: Generator) -> Batch:
+    return {"input_values": torch.randn(2, 20, 10, generator=generator), "labels": classes(generator, 3, rows=2)}
 
 
 def captions(generator: Generator) -> Batch:
@@ -77,6 +88,21 @@ def captions(generator: Generator) -> Batch:
     ids = tokens(generator, 3, 6)
     ids[:, -1] = IDS["eos_token_id"]
     return {"input_ids": ids, "pixel_values": torch.randn(3, 3, 12, 12, generator=generator), "return_loss": True}
+
+
+def captioned(generator: Generator) -> Batch:
+    """One image for each text."""
+    return {**text(generator), "pixel_values": torch.randn(2, 3, 12, 12, generator=generator)}
+
+
+def answers(generator: Generator) -> Batch:
+    """Questions about images, with the score of every answer."""
+    images = torch.randn(2, 3, 12, 12, generator=generator)
+    return {
+        "input_ids": tokens(generator, 2, 7),
+        "pixel_values": images,
+        "labels": torch.rand(2, 3, generator=generator),
+    }
 
 
 def image_in_text(generator: Generator) -> Batch:
@@ -112,31 +138,3 @@ def patches_in_text(generator: Generator) -> Batch:
         "image_grid_thw": grid,
         "labels": labels,
     }
-
-
-def captioned(generator: Generator) -> Batch:
-    """One image for each text."""
-    return {**text(generator), "pixel_values": torch.randn(2, 3, 12, 12, generator=generator)}
-
-
-def answers(generator: Generator) -> Batch:
-    """Questions about images, with the score of every answer."""
-    images = torch.randn(2, 3, 12, 12, generator=generator)
-    return {
-        "input_ids": tokens(generator, 2, 7),
-        "pixel_values": images,
-        "labels": torch.rand(2, 3, generator=generator),
-    }
-
-
-def wave(generator: Generator) -> Batch:
-    """Long enough for three convolutions that shorten it 384 times."""
-    return {"input_values": torch.randn(2, 3000, generator=generator), "labels": tokens(generator, 2, 5)}
-
-
-def features(generator: Generator) -> Batch:
-    return {"input_features": torch.randn(2, 20, 10, generator=generator), "labels": tokens(generator, 2, 5)}
-
-
-def sounds(generator: Generator) -> Batch:
-    return {"input_values": torch.randn(2, 20, 10, generator=generator), "labels": classes(generator, 3, rows=2)}

@@ -1,11 +1,8 @@
 """Encoder-decoders: one text is made from another."""
 
-from collections.abc import Callable
 from typing import Any
 
-from torch import Generator
-
-from tests.zoo.base import IDS, VOCABULARY, Architecture, Batch, Builder, stock
+from tests.zoo.base import IDS, VOCABULARY, Architecture, Batches, Builder, stock
 from tests.zoo.batches import pairs, pairs_of_equal_length, some_global_pairs
 
 T5 = {
@@ -61,7 +58,7 @@ def bart_like(name: str, task: str = "ForConditionalGeneration", **more: Any) ->
     return stock(name, task, **{**BART, **more})
 
 
-def translator(name: str, builder: Builder, batch: Callable[[Generator], Batch] = pairs) -> Architecture:
+def translator(name: str, builder: Builder, batch: Batches = pairs) -> Architecture:
     return Architecture(name, "encoder-decoder", builder, batch, generates=True)
 
 

@@ -1,11 +1,8 @@
 """Multimodal: images and text together."""
 
-from collections.abc import Callable
 from typing import Any
 
-from torch import Generator
-
-from tests.zoo.base import IDS, VOCABULARY, Architecture, Batch, bert_like, stock
+from tests.zoo.base import IDS, VOCABULARY, Architecture, Batches, bert_like, stock
 from tests.zoo.batches import answers, captioned, captions, image_in_text, patches_in_text, tiles_in_text
 
 TEXT = {
@@ -32,10 +29,7 @@ FOUR_PATCHES = {**VISION, "image_size": 8}
 
 CLIP = {"text_config": TEXT, "vision_config": PROJECTED, "projection_dim": 22}
 ALTCLIP = {"text_config": {**TEXT, "project_dim": 22}, "vision_config": PROJECTED, "projection_dim": 22}
-SIGLIP = {
-    "text_config": {**TEXT, "projection_size": 30},
-    "vision_config": VISION,
-}
+SIGLIP = {"text_config": {**TEXT, "projection_size": 30}, "vision_config": VISION}
 BLIP = {
     "text_config": {**TEXT, "encoder_hidden_size": 30, "hidden_dropout_prob": 0.1, "sep_token_id": 2},
     "vision_config": {**VISION, "initializer_range": 0.02},
@@ -90,7 +84,7 @@ def matched(name: str, stem: str, **settings: Any) -> Architecture:
     return Architecture(name, "multimodal", stock(stem, "Model", **settings), captions)
 
 
-def speaking(name: str, stem: str, batch: Callable[[Generator], Batch], **settings: Any) -> Architecture:
+def speaking(name: str, stem: str, batch: Batches, **settings: Any) -> Architecture:
     """Writes text about images."""
     builder = stock(stem, "ForConditionalGeneration", **settings)
     return Architecture(name, "multimodal", builder, batch, generates=True)
