@@ -90,9 +90,19 @@ def test_every_architecture_on_a_solved_plan(architecture: Architecture, tmp_pat
     check(architecture.name, *overspill.prepare(model, optimizer, **mixed_budgets(model, optimizer, tmp_path)))
 
 
-@pytest.mark.parametrize(
-    "name", [a.name if a.name == "gpt2" else pytest.param(a.name, marks=pytest.mark.full) for a in ALL]
-)
+ONE_OF_ALL = [a.name if a.name == "gpt2" else pytest.param(a.name, marks=pytest.mark.full) for a in ALL]
+
+
+@pytest.mark.parametrize("name", ONE_OF_ALL)
+def test_the_plain_loop_repeats_itself(name: str) -> None:
+    """Else nothing could be compared with it."""
+    recipe, losses, expected = plain(name)
+    model, optimizer = built(name)
+    assert train(model, optimizer, ZOO[name].batches(), recipe, loss_of) == losses
+    assert differing(weights(model), expected) == []
+
+
+@pytest.mark.parametrize("name", ONE_OF_ALL)
 def test_clipping_acts_on_some_steps_only(name: str) -> None:
     """Else the tests above would not show that both cases are right."""
     clip = plain(name)[0].clip
