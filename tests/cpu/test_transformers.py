@@ -2,6 +2,7 @@
 
 import functools
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from tests.reference import Recipe, differing, train, weights
 from tests.zoo import ALL, ZOO, Architecture, loss_of
 
 STEPS, MICRO_BATCHES = 20, 3
-REPRESENTATIVES = ["gpt2", "llama", "qwen2", "bert", "albert", "t5"]
-REPRESENTATIVES += ["vit", "swin", "wav2vec2", "mixtral", "mamba", "clip"]
+REPRESENTATIVES = ["gpt2", "llama", "qwen2", "bert", "albert", "t5", "bart", "vit", "swin"]
+REPRESENTATIVES += ["wav2vec2", "whisper", "mixtral", "deepseek_v3", "mamba", "jamba", "clip", "qwen2_vl"]
+FAMILIES = ["decoder", "encoder", "encoder-decoder", "vision", "audio", "moe", "state-space", "multimodal"]
 
 
 def built(name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -52,6 +54,17 @@ def check(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     assert differing(weights(overspill.close(model)), expected) == []
 
 
+def test_the_zoo_has_every_family() -> None:
+    count = Counter(a.family for a in ALL)
+    assert set(count) == set(FAMILIES) and min(count.values()) >= 6
+    assert len(ZOO) == len(ALL) >= 68
+
+
+def test_two_of_each_family_run_with_every_change() -> None:
+    count = Counter(ZOO[name].family for name in REPRESENTATIVES)
+    assert [family for family in FAMILIES if count[family] < 2] == []
+
+
 @pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_a_mixed_placement_gives_the_bits_of_the_plain_loop(name: str, tmp_path: Path) -> None:
     check(name, *prepare_tight(*built(name), PLACES["mixed"], tmp_path))
@@ -77,9 +90,19 @@ def test_every_architecture_on_a_solved_plan(architecture: Architecture, tmp_pat
     check(architecture.name, *overspill.prepare(model, optimizer, **mixed_budgets(model, optimizer, tmp_path)))
 
 
-@pytest.mark.parametrize(
-    "name", [a.name if a.name == "gpt2" else pytest.param(a.name, marks=pytest.mark.full) for a in ALL]
-)
+ONE_OF_ALL = [a.name if a.name == "gpt2" else pytest.param(a.name, marks=pytest.mark.full) for a in ALL]
+
+
+@pytest.mark.parametrize("name", ONE_OF_ALL)
+def test_the_plain_loop_repeats_itself(name: str) -> None:
+    """Else nothing could be compared with it."""
+    recipe, losses, expected = plain(name)
+    model, optimizer = built(name)
+    assert train(model, optimizer, ZOO[name].batches(), recipe, loss_of) == losses
+    assert differing(weights(model), expected) == []
+
+
+@pytest.mark.parametrize("name", ONE_OF_ALL)
 def test_clipping_acts_on_some_steps_only(name: str) -> None:
     """Else the tests above would not show that both cases are right."""
     clip = plain(name)[0].clip
