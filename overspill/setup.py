@@ -32,6 +32,7 @@ from overspill.tiers import (
     disk_free,
     host_available,
     keep_no_freed_memory,
+    share_one_heap,
 )
 from overspill.units.layout import Forms, Layout, lay_out, refuse_overlaps
 from overspill.units.states import StateProbe
@@ -180,7 +181,10 @@ def make_plan(
     for page in page_sizes(budget.device):
         laid_out = lay_out(model, forms, page)
         try:
-            return laid_out, solve(Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, chosen.place))
+            request = Request(
+                laid_out.spec, budget, dtypes, page, chosen.micro_batches, chosen.place, device.type == "cpu"
+            )
+            return laid_out, solve(request)
         except BudgetError as error:
             refused = error
     assert refused is not None, "there is at least one page size"
@@ -227,6 +231,7 @@ def build_engine(
     """Allocate, adopt the weights, hook up. The model is not touched before all storage is there."""
     (laid_out, made), (chosen, device) = what, how
     paths, pin = parse_nvme(chosen.nvme), device.type == "cuda"
+    share_one_heap(device)
     with ExitStack() as undo:
         tiers = _tiers(model, made, paths, pin, undo)
         extend = _Extend(made, paths, tiers, pin)

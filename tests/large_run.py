@@ -1,12 +1,13 @@
 """A model larger than the memory that its process may use: built on meta, loaded, trained on nvme, exported.
 
-    python -m tests.large_run make FOLDER GIB         writes a model folder of random weights, piece by piece
+    python -m tests.large_run make FOLDER GIB DTYPE   writes a model folder of random weights, piece by piece
     python -m tests.large_run train FOLDER NVME OUT   trains it under a limit of what the process has now + 512 MiB
 
 Prints a JSON line: the losses, the limit and the peak of resident memory, both beyond what was there before.
 """
 
 import json
+import math
 import resource
 import sys
 from collections.abc import Iterator
@@ -19,33 +20,34 @@ LIMIT = 512 << 20
 LENGTH = 16
 
 
-def config(gib: float):
+def config(gib: float, dtype: str):
     from transformers import LlamaConfig
 
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "vocab_size": 16000}
     block = 4 * 1024 * 1024 + 3 * 1024 * 2816
-    layers = max(1, round((gib * 2**30 / 2 - 2 * 16000 * 1024) / block))
-    return LlamaConfig(**sizes, num_hidden_layers=layers, tie_word_embeddings=False, use_cache=False, dtype="bfloat16")
+    layers = max(1, math.ceil((gib * 2**30 / getattr(torch, dtype).itemsize - 2 * 16000 * 1024) / block))
+    return LlamaConfig(**sizes, num_hidden_layers=layers, tie_word_embeddings=False, use_cache=False, dtype=dtype)
 
 
 def build(folder: Path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    found = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+        return AutoModelForCausalLM.from_config(found, dtype=found.dtype)
 
 
-def make(folder: Path, gib: float) -> None:
+def make(folder: Path, gib: float, dtype: str) -> None:
     from overspill.checkpoint.export import write_export
     from overspill.checkpoint.writer import Stored
 
-    config(gib).save_pretrained(folder)
+    config(gib, dtype).save_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
 
     def pieces(p: Tensor) -> Iterator[Tensor]:
         for _ in range(p.shape[0]):
             row = torch.randn(p[0].numel(), generator=generator).mul_(0.02) if p.dim() > 1 else torch.ones(1)
-            yield row.bfloat16()
+            yield row.to(p.dtype)
 
     model = build(folder)
     write_export(
@@ -101,11 +103,11 @@ def train(folder: Path, nvme: Path, out: Path) -> None:
         losses.append(loss.item())
     overspill.export(model, out)
     found = {"losses": losses, "limit": LIMIT, "peak": status("VmHWM") - before, "data": status("VmData")}
-    print(json.dumps({**found, "weights": sum(p.numel() * 2 for p in model.parameters())}), flush=True)
+    print(json.dumps({**found, "weights": sum(f.stat().st_size for f in folder.glob("*.safetensors"))}), flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "make":
-        make(Path(sys.argv[2]), float(sys.argv[3]))
+        make(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4])
     else:
         train(*map(Path, sys.argv[2:5]))

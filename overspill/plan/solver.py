@@ -66,6 +66,8 @@ class Request:
     micro_batches: int = 1
     place: Mapping[str, TierName] | None = None
     """Homes that are forced instead of solved for, by role."""
+    copied_norms: bool = False
+    """Whether the norm of a 16-bit gradient takes an fp32 copy of it, as torch does without a GPU."""
 
 
 def solve(request: Request) -> Plan:
@@ -164,7 +166,10 @@ def _device_lines(request: Request, placements: tuple[Placement, ...], limits: L
     """Everything but activations. Gradients on their way home and pages of an update are never there together."""
     model = request.model
     simulated = _simulated(request, placements, limits)
-    gradients = max(simulated.gradients, max((p.grad_bytes for u in model.units for p in u.params), default=0))
+    params = [p for u in model.units for p in u.params if p.trainable]
+    gradients = max(simulated.gradients, max((p.grad_bytes for p in params), default=0))
+    if request.copied_norms and model.format.master is not None:
+        gradients += max((p.numel * torch.float32.itemsize for p in params), default=0)
     lines = [Line("device", role, _on(model, placements, role, "device")) for role in ROLES]
     lines.append(Line("device", "buffers", model.buffer_bytes))
     lines.append(Line("device", "weights passing", simulated.window))

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from overspill.program import Key, Kind, Lane, Op
+from overspill.tiers import workers
 from overspill.trace import Recorder
 
 Work = Callable[[], None]
@@ -53,7 +54,7 @@ class Lanes:
 
     def _thread(self, lane: Lane) -> ThreadPoolExecutor:
         if lane not in self._threads:
-            self._threads[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"overspill-{lane}")
+            self._threads[lane] = workers(1, f"overspill-{lane}")
             if self.device.type == "cuda":
                 self._streams[lane] = torch.cuda.Stream(self.device)
         return self._threads[lane]

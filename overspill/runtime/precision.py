@@ -19,14 +19,17 @@ def _cast(x: Any, device: torch.device, dtype: torch.dtype) -> Any:
         wanted = dtype if x.is_floating_point() else x.dtype
         return x if x.device == device and x.dtype == wanted else x.to(device, wanted, non_blocking=True)
     if type(x) in (list, tuple):
-        return type(x)(_cast(v, device, dtype) for v in x)
-    if type(x) is dict or (isinstance(x, Mapping) and hasattr(x, "copy") and hasattr(x, "update")):
+        values = [_cast(v, device, dtype) for v in x]
+        # The same object where nothing changes: a model may append to a list that it is given.
+        return x if all(a is b for a, b in zip(values, x, strict=True)) else type(x)(values)
+    if type(x) is dict or (isinstance(x, Mapping) and hasattr(x, "copy") and hasattr(x, "__setitem__")):
         changed = {k: _cast(v, device, dtype) for k, v in x.items()}
         if all(changed[k] is v for k, v in x.items()):
             return x
         if type(x) is dict:
             return changed
         copy = x.copy()
-        copy.update(changed)
+        for key, value in changed.items():
+            copy[key] = value
         return copy
     return x

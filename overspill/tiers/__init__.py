@@ -10,13 +10,14 @@ May be imported here: `overspill.errors`, `specs`, `config`, `trace`, this folde
 """
 
 from overspill.tiers.base import Slot, Tier
-from overspill.tiers.device import keep_no_freed_memory
+from overspill.tiers.device import keep_no_freed_memory, share_one_heap
 from overspill.tiers.growing import GrowingTier
 from overspill.tiers.host import HostTier
 from overspill.tiers.malloc import freed_at_once
 from overspill.tiers.null import NullTier
 from overspill.tiers.nvme import NvmeTier
 from overspill.tiers.probe import device_available, disk_free, host_available, resident_bytes
+from overspill.tiers.threads import workers
 
 __all__ = [
     "GrowingTier",
@@ -31,4 +32,6 @@ __all__ = [
     "host_available",
     "keep_no_freed_memory",
     "resident_bytes",
+    "share_one_heap",
+    "workers",
 ]

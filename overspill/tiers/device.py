@@ -5,10 +5,20 @@ import logging
 
 import torch
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _THRESHOLD = 128 << 10
 
 log = logging.getLogger("overspill")
+
+
+def share_one_heap(device: torch.device) -> None:
+    """Without a GPU: threads that are started from here on take their memory from one heap.
+
+    glibc gives each thread a heap of its own and reserves 64 MiB for it, which counts where a process has a limit on
+    its address space.
+    """
+    if device.type == "cpu" and hasattr(ctypes.CDLL(None), "mallopt"):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def keep_no_freed_memory(device: torch.device) -> None:

@@ -5,7 +5,6 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from overspill.errors import BudgetError, StateError, TierError
 from overspill.specs import align
 from overspill.tiers.base import Slot, check_bytes, no_room
 from overspill.tiers.probe import host_available
+from overspill.tiers.threads import workers
 
 _ALIGNMENT = 512
 _STEP = 1 << 30
@@ -153,7 +153,7 @@ def _check_headroom(asked: int, *, done: int, total: int) -> None:
 def _touch(memory: Tensor) -> None:
     """Fault in every page of `memory` (uint8, whole pages), with a look at the headroom before each step."""
     total = memory.numel()
-    with ThreadPoolExecutor(_TOUCHERS, thread_name_prefix="overspill-touch") as pool:
+    with workers(_TOUCHERS, "overspill-touch") as pool:
         for start in range(0, total, _STEP):
             step = memory[start : start + _STEP]
             _check_headroom(step.numel(), done=start, total=total)

@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from overspill.tiers.base import Slot, check_bytes, no_room
 from overspill.tiers.host import Arena
 from overspill.tiers.probe import disk_free
 from overspill.tiers.spillfile import BLOCK, SpillFile, sweep
+from overspill.tiers.threads import workers
 
 _IO_THREADS = 4
 _PIECE = 1 << 20  # below this, more threads do not make a transfer faster
@@ -46,7 +47,7 @@ class _Staging:
         self._arena = Arena(2 * self._half)
         if pin:
             self._arena.pin()
-        self._pool = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix=f"overspill-{direction}")
+        self._pool = workers(_IO_THREADS, f"overspill-{direction}")
 
     @property
     def nbytes(self) -> int:

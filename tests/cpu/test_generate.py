@@ -14,8 +14,6 @@ from tests.zoo import ALL, ZOO, loss_of
 
 GENERATING = [a.name for a in ALL if a.generates]
 REPRESENTATIVES = ["gpt2", "t5", "whisper", "mixtral", "mamba", "blip"]
-COPIED = ["idefics3", "llava", "qwen2_vl"]
-"""They hand their images' features to the root as an output with a tuple inside, which the root cannot copy yet."""
 RECIPE = Recipe(steps=2)
 
 
@@ -41,8 +39,6 @@ def run(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[
 
 def chosen(name: str) -> object:
     marks = [] if name in REPRESENTATIVES else [pytest.mark.full]
-    if name in COPIED:
-        marks.append(pytest.mark.xfail(strict=True, reason="outputs of Transformers refuse to be updated"))
     return pytest.param(name, marks=marks)
 
 

@@ -1,0 +1,48 @@
+"""A model whose weights exceed the memory that its process may use."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+GiB, MiB = 2**30, 2**20
+
+
+def run(*arguments: object) -> str:
+    command = [sys.executable, "-m", "tests.large_run", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+def test_a_model_larger_than_memory_is_loaded_trained_and_exported(dtype: str, tmp_path: Path) -> None:
+    given, nvme, out = tmp_path / "given", tmp_path / "nvme", tmp_path / "out"
+    nvme.mkdir()
+    run("make", given, 1.0, dtype)
+    found = json.loads(run("train", given, nvme, out).splitlines()[-1])
+    assert found["weights"] >= GiB and found["limit"] == 512 * MiB
+    assert found["peak"] < found["limit"]
+    assert len(found["losses"]) == 3 and found["losses"][2] < found["losses"][0]
+    assert list(nvme.iterdir()) == [], "nothing is left on the disk"
+    _check_export(given, out)
+    for folder in (given, out):
+        shutil.rmtree(folder)
+
+
+def _check_export(given: Path, out: Path) -> None:
+    """The exported folder has the same tensors, and training has changed all of them."""
+    from overspill.checkpoint.tensorfile import Reader, entries_of
+
+    before, after = entries_of(given), entries_of(out)
+    assert {n: (e.dtype, e.shape) for n, e in before.items()} == {n: (e.dtype, e.shape) for n, e in after.items()}
+    with Reader() as reader:
+        for name in before:
+            one, other = (next(reader.pieces(e[name], 2**16))[1].clone() for e in (before, after))
+            assert not torch.equal(one, other) or before[name].shape == (1024,), name
+            assert bool(other.isfinite().all())
