@@ -54,9 +54,11 @@ def disk_blocks(folder: Path) -> int:
     return total
 
 
-def run_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, losses: Losses) -> None:
+def run_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, losses: Losses, steps: int = 2, passes: int = 2
+) -> None:
     for _ in range(steps):
-        for _ in range(2):
+        for _ in range(passes):
             losses(model).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -79,7 +81,7 @@ def main() -> None:
     kind = getattr(torch.optim, wanted.get("optimizer", "AdamW"))
     build, losses = chosen(wanted.get("model", "tower"))
     warm = build()
-    run_steps(warm, kind(warm.parameters(), lr=1e-3), 2, losses)  # what torch keeps for itself is kept from now on
+    run_steps(warm, kind(warm.parameters(), lr=1e-3), losses)  # what torch keeps for itself is kept from now on
     del warm
     torch.manual_seed(0)
     model = build()
@@ -100,7 +102,7 @@ def main() -> None:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    run_steps(model, optimizer, 5, losses)
+    run_steps(model, optimizer, losses, 5, wanted.get("passes", 2))
     done.set()
     thread.join()
     plan = optimizer.report()["plan"]

@@ -21,7 +21,6 @@ from overspill.specs import (
     ROLES,
     TIERS,
     Budget,
-    GiB,
     KiB,
     Limits,
     MiB,
@@ -235,7 +234,7 @@ def _finish(request: Request, placements: tuple[Placement, ...]) -> Plan:
 def _file_system(lines: list[Line]) -> int:
     """Blocks that a file system may charge to a file for keeping track of its extents."""
     total = sum(line.nbytes for line in lines if line.tier == "nvme")
-    return NVME_BLOCK * (2 + total // GiB) if total else 0
+    return NVME_BLOCK * (2 + total // (32 * MiB)) if total else 0
 
 
 # --- refusals

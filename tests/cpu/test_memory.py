@@ -22,11 +22,17 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "all on nvme": {"gpu": "200MiB", "nvme": True, "place": dict.fromkeys(("weight", "grad", "state"), "nvme")},
     "all on the device": {"gpu": "2GiB"},
 }
+NARROW: dict[str, dict[str, Any]] = {
+    "device and host": {"gpu": "64MiB", "host": "400MiB"},
+    "almost all on nvme": {"gpu": "64MiB", "host": "16MiB", "nvme": True},
+    "the user's optimizer": {"gpu": "96MiB", "host": "400MiB", "kernels": "torch"},
+}
 
 
-def measure(nvme: Path, keywords: dict[str, Any], **what: str) -> dict[str, Any]:
+def measure(nvme: Path, keywords: dict[str, Any], **what: Any) -> dict[str, Any]:
+    keywords = {"precision": "fp32", **keywords}
     if keywords.get("nvme"):
-        keywords = {**keywords, "nvme": str(nvme)}
+        keywords["nvme"] = str(nvme)
     wanted = json.dumps({"nvme": str(nvme), "keywords": keywords, **what})
     # Without it glibc keeps freed blocks for itself, and what was freed before prepare would count again.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -60,6 +66,14 @@ def some(names: Iterable[str]) -> list[Any]:
 @pytest.mark.parametrize("name", some(CONFIGURATIONS))
 def test_peak_is_within_the_plan(name: str, tmp_path: Path) -> None:
     check(measure(tmp_path, CONFIGURATIONS[name]), tmp_path)
+
+
+@pytest.mark.parametrize("micro_batches", [2, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", NARROW)
+def test_peak_is_within_the_plan_beside_masters(name: str, precision: str, micro_batches: int, tmp_path: Path) -> None:
+    keywords = {**NARROW[name], "precision": precision, "micro_batches": micro_batches}
+    check(measure(tmp_path, keywords, passes=micro_batches), tmp_path)
 
 
 @pytest.mark.parametrize("optimizer", some(["Adafactor", "RAdam", "NAdam", "Adagrad", "SGD"]))

@@ -1,0 +1,155 @@
+"""bf16 and fp16 on cuda: the same bits wherever the bytes live, those of a plain loop with masters, and the kernels'
+bits those of the CPU."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import overspill
+from overspill.kernels import masters
+from overspill.kernels.reference import rule_of
+from overspill.program import Kind
+from tests import small
+from tests.gpu.test_parity_gpu import on_gpu
+from tests.places import PLACES, prepare_tight
+from tests.reference import Mixed, Recipe, differing, same_bits, train, weights
+from tests.zoo import ZOO, loss_of
+
+pytestmark = pytest.mark.gpu
+
+TIERS = ("device", "host", "nvme")
+HOMES = [dict(zip(("weight", "grad", "state"), homes, strict=True)) for homes in product(TIERS, repeat=3)]
+RECIPE = Recipe(steps=6, clip=2.5, micro_batches=2)
+NAMES = ["gpt2", "llama", "t5", "vit", "mixtral", "clip"]
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=3e-3)
+
+
+def spilled(precision: str, place: dict[str, str], nvme: Path, delays: Any = None, micro_batches: int = 2) -> Any:
+    model = small.build()
+    model, optimizer = overspill.prepare(
+        model, adamw(model.parameters()), precision=precision, place=place, nvme=nvme, micro_batches=micro_batches
+    )
+    overspill.api._engine(model).executor.lanes.delays.update(delays or {})
+    losses = train(model, optimizer, small.batches(), RECIPE, small.loss_of)
+    return losses, weights(overspill.close(model))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_every_placement_gives_the_same_bits(precision: str, tmp_path: Path) -> None:
+    losses, expected = spilled(precision, HOMES[0], tmp_path)
+    for place in HOMES[1:]:
+        found_losses, found = spilled(precision, place, tmp_path)
+        assert found_losses == losses, place
+        assert differing(found, expected) == [], place
+    _, found = spilled(precision, HOMES[13], tmp_path, micro_batches=1)
+    assert differing(found, expected) == [], "sums that were not planned"
+
+
+@pytest.mark.parametrize("kind", [*Kind, None], ids=str)
+def test_delays(kind: Kind | None, tmp_path: Path) -> None:
+    expected = spilled("bf16", HOMES[0], tmp_path)[1]
+    delays = {kind: 0.003} if kind else dict.fromkeys(Kind, 0.002)
+    for place in (HOMES[13], PLACES["mixed"]):
+        assert differing(spilled("bf16", place, tmp_path, delays)[1], expected) == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_stock_models_on_every_tier(name: str, precision: str, tmp_path: Path) -> None:
+    found = []
+    for place in ("device", "host", "mixed"):
+        model = ZOO[name].build()
+        keywords = {"precision": precision, "micro_batches": 2}
+        model, optimizer = prepare_tight(model, adamw(model.parameters()), PLACES[place], tmp_path, **keywords)
+        losses = train(model, optimizer, ZOO[name].batches(), RECIPE, loss_of)
+        found.append((losses, weights(overspill.close(model))))
+    for losses, values in found[1:]:
+        assert losses == found[0][0]
+        assert differing(values, found[0][1]) == []
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_with_torchs_kernels_it_is_the_plain_loop_with_masters(name: str, tmp_path: Path) -> None:
+    def batches() -> Any:
+        return ({k: v.cuda() for k, v in batch.items()} for batch in ZOO[name].batches())
+
+    plain = Mixed(ZOO[name].build().cuda(), adamw, torch.bfloat16)
+    losses = plain.train(batches(), RECIPE, loss_of)
+    model = ZOO[name].build()
+    keywords = {"precision": "bf16", "kernels": "torch", "micro_batches": 2}
+    model, optimizer = prepare_tight(model, adamw(model.parameters()), PLACES["mixed"], tmp_path, **keywords)
+    assert train(model, optimizer, ZOO[name].batches(), RECIPE, loss_of) == losses
+    expected = {n: v.cpu() for n, v in plain.weights().items()}
+    assert differing(weights(model), expected) == []
+
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.AdamW, {"amsgrad": True}),
+    (torch.optim.Adam, {"weight_decay": 0.1, "betas": (0.3, 0.9)}),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    (torch.optim.Adagrad, {"lr_decay": 0.1, "weight_decay": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=str)
+def test_updates_have_the_bits_of_the_cpu(kind: Any, options: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    count = 100_003
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = kind([parameter], lr=1e-2, **options)
+    rule = rule_of(optimizer)
+    assert rule is not None
+    master = torch.randn(count, generator=generator)
+    found = {}
+    for device in ("cpu", "cuda"):
+        numbers = torch.Generator().manual_seed(1)
+        p = master.clone().to(device)
+        fields = [torch.full((count,), rule.initial, device=device) for _ in rule.fields]
+        weight = torch.empty(count, dtype=torch.bfloat16, device=device)
+        kept = torch.empty(count, dtype=torch.int16, device=device)
+        masters.split(p, weight, kept)
+        for step in range(1, 6):
+            p = masters.join(weight, kept)
+            scale = 10.0 ** torch.randint(-8, 3, (count,), generator=numbers)
+            g = (torch.randn(count, generator=numbers) * scale).to(device)
+            rule.apply(p, g, fields, optimizer.param_groups[0], step)
+            masters.split(p, weight, kept)
+        found[device] = [t.cpu() for t in (p, weight, kept, *fields)]
+    assert all(same_bits(a, b) for a, b in zip(found["cpu"], found["cuda"], strict=True))
+
+
+@pytest.mark.parametrize("budget", ["96MiB", "160MiB"])
+def test_reserved_memory_stays_within_the_plan(budget: str) -> None:
+    from tests.gpu.test_parity_gpu import wide
+
+    torch.cuda.empty_cache()
+    base = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    model = wide()
+    model, optimizer = overspill.prepare(model, adamw(model.parameters()), gpu=budget, micro_batches=2)
+    train(model, optimizer, small.batches(), Recipe(5, 2, clip=1.0), small.loss_of)
+    plan = optimizer.report()["plan"]
+    assert torch.cuda.max_memory_reserved() - base <= plan.peak("device") <= plan.budget.device
+
+
+def test_a_model_on_meta_gets_its_weights_from_a_folder(tmp_path: Path) -> None:
+    plain = ZOO["llama"].build()
+    plain.save_pretrained(tmp_path / "given")
+    with torch.device("meta"):
+        model = type(plain)(plain.config).train()
+    model, optimizer = overspill.prepare(
+        model, adamw(model.parameters()), weights=tmp_path / "given", precision="fp32", place=PLACES["host"]
+    )
+    plain = plain.cuda()
+    losses = train(plain, adamw(plain.parameters()), on_gpu(ZOO["llama"].batches()), RECIPE, loss_of)
+    assert train(model, optimizer, ZOO["llama"].batches(), RECIPE, loss_of) == losses
+    overspill.save(tmp_path / "saved", model, optimizer, {"step": 6})
+    assert overspill.load(tmp_path / "saved", model, optimizer) == {"step": 6}
+    overspill.export(model, tmp_path / "out")
+    assert differing(weights(type(plain).from_pretrained(tmp_path / "out")), weights(plain)) == []
