@@ -47,7 +47,7 @@ class Engine:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The root is called: look whether the model is still the same, bring the inputs."""
-        self._watch.check()
+        self._watch.check(call=True)
         self.residency.copies.forget()
         self.executor(Begin(self.residency.phase))
         device, dtype = self.executor.lanes.device, self.parts.dtype
@@ -141,12 +141,15 @@ class Engine:
 
     def close(self) -> None:
         """Give a plain model back: weights on the devices they came from, gradients in `p.grad`."""
-        self.settle()
+        self.check_open()
+        # Not `settle`: what is given back is never written home again, whoever holds views of it.
+        self.executor(Settle(None, self.residency.held()))
         for handle in self._hooks:
             handle.remove()
         for index in range(len(self.units)):
             self.residency.need((index,))
             self._give_back(index)
+        hooks.flatten(self.model)
         for buffer, device in self.parts.buffers:
             buffer.data = buffer.data.to(device)
         self.executor.finish()

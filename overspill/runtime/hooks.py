@@ -11,14 +11,20 @@ Hook objects are copied and pickled as do-nothing hooks, so that a copied or sav
 """
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from overspill.runtime.door import Prepared
 from overspill.units.layout import Layout
+
+log = logging.getLogger("overspill")
 
 CLAIMED = "overspill"
 LEAF = "torch::autograd::AccumulateGrad"
@@ -83,6 +89,8 @@ def install(model: nn.Module, layout: Layout, listeners: Listeners) -> list[Any]
         handles += _on_call(call.module, call.units, listeners.calls)
     for module in model.modules():
         handles += _on_state_dict(module, listeners.state_dicts)
+        if isinstance(module, nn.RNNBase):
+            handles.append(Unflattened(module))
     for unit, params in enumerate(layout.params):
         for index, p in enumerate(params):
             if p.requires_grad:
@@ -136,6 +144,42 @@ def _on_state_dict(module: nn.Module, listener: StateDicts) -> list[Any]:
         listener.end(module)
 
     return [module.register_state_dict_pre_hook(Hook(before)), module.register_state_dict_post_hook(Hook(after))]
+
+
+class Unflattened:
+    """Keeps an RNN from moving its weights, until it is removed.
+
+    On cuda `flatten_parameters` points all weights of an RNN to memory of their own, in C++ and past any door of ours;
+    torch calls it in `model.to`, and many models in forward. There is no hook for it, so it is overridden on the one
+    module, by a bound method: that is copied and pickled with its module and is the plain one there.
+    """
+
+    def __init__(self, module: nn.RNNBase) -> None:
+        self._module = module
+        module.flatten_parameters = MethodType(flatten_parameters, module)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        del self._module.__dict__["flatten_parameters"]
+
+
+def flatten_parameters(rnn: nn.RNNBase) -> None:
+    """What a prepared RNN has instead of its own: leaves the weights in their unit."""
+    if not any(isinstance(w, Prepared) for w in rnn._flat_weights):
+        type(rnn).flatten_parameters(rnn)
+    elif any(p.is_cuda for p in rnn.parameters()):
+        _say_once("an RNN's weights stay in the memory of their unit: cuDNN copies them at every call")
+
+
+@functools.cache
+def _say_once(what: str) -> None:
+    log.info("%s", what)
+
+
+def flatten(model: nn.Module) -> None:
+    """A model is plain again: let its RNNs compact their weights, as they do when they are built."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
 
 
 def next_node() -> int:
