@@ -5,13 +5,17 @@ before its last use. So when the outermost call of a unit ends, the autograd gra
 every node that nobody claimed yet gets a pre-hook that asks for the unit. Units whose weights never leave the device
 need none of this. Autograd numbers its nodes: those from the call's first number on are the call's own, wherever its
 inputs came from. Where fewer were found than were numbered, some hang on other tensors than the outputs, as an
-auxiliary loss kept on a module or keys and values in a cache: then those are looked at too.
+auxiliary loss kept on a module or keys and values in a cache: then those are looked at too. If some are still missing,
+they are dead (most often), or hang on a tensor that was put anywhere: then all tensors that Python knows of are looked
+at, which is dear, so a module for which that found nothing LOOKS times is not looked at like this again. What is missed
+even so is refused in backward (runtime/weights.py, Note [Versions of what is away]).
 
 Hook objects are copied and pickled as do-nothing hooks, so that a copied or saved model is an ordinary one.
 """
 
 import dataclasses
 import functools
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,6 +36,8 @@ OF_MODULES = frozenset(vars(nn.Module()))
 """What every module has: its parameters, hooks and children."""
 DEPTH = 4
 """How deep to look for tensors inside objects that are no containers (caches, output classes)."""
+LOOKS = 2
+"""How often to look everywhere in vain. See Note [Backward needs]."""
 
 
 class Root(Protocol):
@@ -108,6 +114,7 @@ def _on_begin(model: nn.Module, listener: Root) -> Any:
 def _on_call(module: nn.Module, units: tuple[int, ...], listener: Calls) -> list[Any]:
     first: list[int | None] = []
     """The number of the first node of each running call; None where the call could not begin."""
+    looks = [True] * LOOKS
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
         first.append(None)
@@ -120,8 +127,17 @@ def _on_call(module: nn.Module, units: tuple[int, ...], listener: Calls) -> list
         if begin is None or not ended or not torch.is_grad_enabled():
             return
         made = next_node() - begin
-        if claim(ended, begin, output, listener) < made:
-            claim(ended, begin, (args, kwargs, list(_kept(module))), listener)
+        if claim(ended, begin, output, listener) == made:
+            return
+        recompute = torch._C._current_graph_task_id() != -1
+        found = claim(ended, begin, (output, args, kwargs, list(_kept(module))), listener)
+        if found < made and not recompute and looks:
+            strays = list(_strays(begin))
+            claim(ended, begin, strays, listener)
+            if strays:
+                _say_once(f"{type(module).__name__} leaves tensors where only a search finds them; return them: faster")
+            else:
+                looks.pop()
 
     return [
         module.register_forward_pre_hook(Hook(enter), prepend=True),
@@ -218,10 +234,24 @@ def _kept(module: nn.Module) -> Iterator[Any]:
                 yield value
 
 
+def _strays(begin: int) -> Iterator[Tensor]:
+    """The tensors in this process whose graph was made since `begin` and that nobody claimed."""
+    for x in gc.get_objects():
+        # By type, because asking an object for its class may run code of its own.
+        if issubclass(type(x), Tensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                node = x.grad_fn
+            if node is not None and node._sequence_nr() >= begin and CLAIMED not in node.metadata:
+                yield x
+
+
 def tensors_in(x: Any, depth: int = DEPTH) -> Iterator[Tensor]:
     """The tensors in an output or input: in containers, dataclasses and, a few levels deep, any object."""
     if isinstance(x, Tensor):
         yield x
+        # A tensor inside of a transform of torch.func wraps the one that it stands for.
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+            yield from tensors_in(torch._C._functorch.get_unwrapped(x))
     elif x is None or isinstance(x, str | bytes | int | float | bool | nn.Module | type) or callable(x):
         return
     elif isinstance(x, Mapping):

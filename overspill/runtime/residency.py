@@ -180,5 +180,8 @@ def _set_class(unit: Unit, cls: type[nn.Parameter]) -> None:
 def _escapes(unit: Unit, output: Any) -> bool:
     """Whether a call hands out views of its own weights: whoever uses them later is not seen asking for the unit."""
     memory = unit.flat.untyped_storage()._cdata
-    strided = (t for t in hooks.tensors_in(output) if t.layout is torch.strided and not t.is_nested)
-    return any(Tensor.untyped_storage(t)._cdata == memory for t in strided)
+    return any(Tensor.untyped_storage(t)._cdata == memory for t in hooks.tensors_in(output) if _has_memory(t))
+
+
+def _has_memory(t: Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_nested and not torch._C._functorch.is_functorch_wrapped_tensor(t)
