@@ -4,7 +4,8 @@ Note [Closed parameters]: between uses a parameter is *closed*: its class is `Cl
 through one door. Metadata passes. Anything else first finishes the parameter's pending update and brings its bytes to
 the device, so it sees the current value; what it changes is written home. Inside a call of a module of its unit a
 parameter is *open*: an ordinary parameter for torch, without overhead; only the ways to its memory that leave no mark
-on its version (`.data`, `.numpy()`, ...) report that its bytes may have been written.
+on its version (`.data`, `.numpy()`, ...) report that its bytes may have been written. torch.compile must not trace any
+of this: it would keep what happened the first time.
 """
 
 import weakref
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from overspill.errors import ModelError, StateError
@@ -103,6 +105,7 @@ class Closed(Prepared):
     """A parameter between uses. See Note [Closed parameters]."""
 
     @classmethod
+    @_disable_dynamo
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -197,14 +200,19 @@ def _copied(p: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     return copied
 
 
+@_disable_dynamo
+def _touch(p: nn.Parameter) -> None:
+    keeper = keeper_of(p)
+    if keeper is not None:
+        keeper.touched(p)
+
+
 def _reporting(name: str) -> Any:
     """A method of Tensor that gives a way to the memory, and says so."""
     plain = getattr(Tensor, name)
 
     def method(self: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
-        keeper = keeper_of(self)
-        if keeper is not None:
-            keeper.touched(self)
+        _touch(self)
         return plain(self, *args, **kwargs)
 
     method.__name__ = name
@@ -216,16 +224,12 @@ class Open(Prepared):
 
     @property
     def data(self) -> Tensor:
-        keeper = keeper_of(self)
-        if keeper is not None:
-            keeper.touched(self)
+        _touch(self)
         return Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        keeper = keeper_of(self)
-        if keeper is not None:
-            keeper.touched(self)
+        _touch(self)
         _assign(self, value)
 
     numpy = _reporting("numpy")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from overspill.errors import ModelError, StateError
 from overspill.program import Begin, Mark, Settle, Step
@@ -67,9 +68,11 @@ class Engine:
 
     # --- the optimizer and the API call these
 
+    @_disable_dynamo
     def step(self, groups: list[dict[str, Any]]) -> None:
         """Take the gradients that are there; every unit's update is due before its next use."""
         self.check_open()
+        self.residency.take_turn()
         self._watch.check()
         self.residency.copies.forget()
         self._settle(tuple(sorted(self.executor.state.pending)))
@@ -114,9 +117,11 @@ class Engine:
             found.setdefault(unit, []).append(Due(index, generation, len(generation.todo)))
         return found
 
+    @_disable_dynamo
     def settle(self) -> None:
         """Finish pending updates, bring everything home, and wait until it is there."""
         self.check_open()
+        self.residency.take_turn()
         self._settle()
         self.executor.finish()
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from overspill.runtime.door import Prepared
 from overspill.units.layout import Layout
@@ -70,11 +71,13 @@ class Listeners:
 
 
 class Hook:
-    """A callable that is not copied with its module."""
+    """A callable that is not copied with its module, and that torch.compile leaves alone: what it does depends on more
+    than its arguments, and must be done every time."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
 
+    @_disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
 
@@ -208,9 +211,7 @@ def claim(units: tuple[int, ...], begin: int, tensors: Any, listener: Calls) -> 
     """Ask for `units` before any node behind `tensors` runs that was made since `begin`; how many there are.
     See Note [Backward needs]."""
 
-    def need(gradients: Any) -> None:
-        listener.backward(units)
-
+    need = Hook(lambda gradients: listener.backward(units))
     todo = [t.grad_fn for t in tensors_in(tensors) if t.grad_fn is not None]
     seen: dict[int, Any] = {}
     while todo:
