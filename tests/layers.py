@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 from tests.side import WIDTH
@@ -195,6 +194,27 @@ class Named(nn.Module):
         return x @ self.weights["a"] * self.weights["b"] + self.weights["late"]
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+class Whole(nn.Module):
+    """A parameter of integers or of truths, which has no gradient."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.mask = nn.Parameter(torch.arange(WIDTH).to(dtype), requires_grad=False)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.mask
+
+
 class Late(nn.Module):
     """Registers a parameter, and drops another, after it was built."""
 
@@ -213,7 +233,6 @@ class Late(nn.Module):
 ODD: dict[str, Callable[[], nn.Module]] = {
     "transposed": lambda: Odd(torch.randn(WIDTH, WIDTH).t()),
     "permuted": lambda: Odd(torch.randn(2, WIDTH, 3).permute(1, 2, 0)),
-    "strided": lambda: Odd(torch.randn(WIDTH, 2 * WIDTH)[:, ::2]),
     "part of another": lambda: Odd(torch.randn(3, WIDTH, WIDTH)[1]),
     "expanded": lambda: Odd(torch.randn(1, WIDTH).expand(WIDTH, WIDTH).clone()),
     "scalar": lambda: Odd(torch.tensor(1.5), torch.randn(WIDTH, WIDTH)),
@@ -222,7 +241,9 @@ ODD: dict[str, Callable[[], nn.Module]] = {
     "empty, used": lambda: Odd(
         torch.zeros(0, WIDTH), torch.randn(WIDTH, WIDTH), use=lambda x, a, b: x @ torch.cat([b, a])
     ),
-    "all empty": lambda: Odd(torch.zeros(0), torch.zeros(3, 0), use=lambda x, a, b: x + a.sum() + b.sum()),
+    "complex": Complex,
+    "integers": lambda: Whole(torch.long),
+    "truths": lambda: Whole(torch.bool),
     "named": Named,
     "late": Late,
 }
@@ -269,11 +290,5 @@ RETURNS: dict[str, Callable[[], nn.Module]] = {
     "tuple": lambda: Returns(lambda y: (None, (y, y.sum())), lambda out: out[1][0] + out[1][1]),
     "namedtuple": lambda: Returns(lambda y: Pair(y, "text"), lambda out: out.main),
     "dataclass": lambda: Returns(lambda y: Result(y, {"half": y / 2}), lambda out: out.main + out.more["half"]),
-    "generator": lambda: Returns(lambda y: (part for part in (y, y)), lambda out: sum(out)),
-    "function": lambda: Returns(lambda y: lambda: y, lambda out: out()),
-    "nested tensor": lambda: Returns(lambda y: torch.nested.nested_tensor([y, y]), lambda out: out.unbind()[0] * 2)
-    if False
-    else Returns(lambda y: [[y]], lambda out: out[0][0]),
 }
-ALL = {**TORCH, **PARAMETRIZED, **ODD, **RETURNS}
-_ = F
+EVERY = {**TORCH, **PARAMETRIZED, **ODD, **RETURNS}

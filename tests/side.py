@@ -17,7 +17,9 @@ from tests.reference import differing, weights
 WIDTH = 8
 HOWS = ("here", "away", "host", "nvme")
 """Homes on the device; off it; and off it with no window at all, so that a unit leaves as soon as another is needed."""
-hows = pytest.mark.parametrize("how", HOWS)
+hows = pytest.mark.parametrize(
+    "how", [how if how == "nvme" else pytest.param(how, marks=pytest.mark.full) for how in HOWS]
+)
 tight = pytest.mark.parametrize("how", ["host", "nvme"])
 
 LossOf = Callable[[nn.Module, int], Tensor]

@@ -46,6 +46,8 @@ class Residency:
         self.copies = Copies(self, parts)
         self.own_grads: dict[tuple[int, int], weakref.ref[Tensor] | None] = {}
         """Tensors that the user put into `p.grad`: they stay there, and autograd adds to them, as in plain torch."""
+        self._unswappable = [weakref.ref(p) for unit in self._units for p in unit.params]
+        """torch.utils.swap_tensors, which would put another tensor in a parameter's place, refuses what has these."""
         for unit in self._units:
             for p in unit.params:
                 register(p, self)

@@ -32,8 +32,8 @@ class Turns:
             return
         if _inside(sys._current_frames().get(self._last), BACKWARD | (CALL if any(depths) else frozenset())):
             raise StateError(
-                "expected one thread at a time to use a prepared model, found another one in the middle of a forward or "
-                "backward pass; let threads take turns, or hand copies (model.state_dict()) to the others"
+                "expected one thread at a time to use a prepared model, found another one in the middle of a forward "
+                "or backward pass; let threads take turns, or hand copies (model.state_dict()) to the others"
             )
         self._last = me
 

@@ -12,8 +12,7 @@ class ShapeWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._held = [
-            (path, module, dict(module._parameters), dict(module._modules))
-            for path, module in model.named_modules()
+            (path, module, dict(module._parameters), dict(module._modules)) for path, module in model.named_modules()
         ]
 
     def check(self, call: bool = False) -> None:

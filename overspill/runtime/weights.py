@@ -17,7 +17,6 @@ from overspill.specs import TierName
 from overspill.tiers import Tier
 from overspill.units.unit import Unit
 
-
 AHEAD = 1 << 30
 """How far versions move: further than any training changes a weight in place, and not beyond 32 bits."""
 

@@ -1,6 +1,7 @@
 """torch.compile of a model, of its blocks, of a loss, of a whole step: before prepare and after."""
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from tests.reference import differing, weights
 from tests.side import WIDTH, Side, spilled, squared
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-BACKENDS = ["eager", pytest.param("aot_eager", marks=pytest.mark.full)]
 
 
 @pytest.fixture(autouse=True)
@@ -66,10 +66,13 @@ def plain(way: str, backend: str) -> tuple[list[Any], dict[str, Tensor]]:
     return found, weights(model)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("how", ["here", "host"])
-@pytest.mark.parametrize("first", ["compile", "prepare"])
+FEW = [("compile", "here", "blocks", "eager"), ("prepare", "host", "model", "eager")]
+MORE = product(("compile", "prepare"), ("here", "host"), WAYS, ("eager", "aot_eager"))
+
+
+@pytest.mark.parametrize(
+    "first,how,way,backend", [*FEW, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE if case not in FEW)]
+)
 def test_compiled_models(first: str, how: str, way: str, backend: str, tmp_path: Path) -> None:
     expected, after = plain(way, backend)
     model, optimizer = SIDE.made()
@@ -82,7 +85,7 @@ def test_compiled_models(first: str, how: str, way: str, backend: str, tmp_path:
     compiled(torch.randn(5, WIDTH)).sum().backward()
 
 
-@pytest.mark.parametrize("how", ["here", "host"])
+@pytest.mark.parametrize("how", [pytest.param("here", marks=pytest.mark.full), "host"])
 def test_a_wrapper_that_is_prepared(how: str, tmp_path: Path) -> None:
     """The module that torch.compile returns, instead of the one that it was given."""
     expected, after = plain("wrapped", "eager")
@@ -92,7 +95,7 @@ def test_a_wrapper_that_is_prepared(how: str, tmp_path: Path) -> None:
     assert differing({k.removeprefix("_orig_mod."): v for k, v in weights(model).items()}, after) == []
 
 
-@pytest.mark.parametrize("how", ["here", "host"])
+@pytest.mark.parametrize("how", [pytest.param("here", marks=pytest.mark.full), "host"])
 def test_a_compiled_step(how: str, tmp_path: Path) -> None:
     """Ours runs the optimizer as it is; torch would compile that too, which gives other bits."""
 
@@ -115,7 +118,7 @@ def test_a_compiled_step(how: str, tmp_path: Path) -> None:
     assert differing(weights(prepared), weights(model)) == []
 
 
-@pytest.mark.parametrize("how", ["here", "host"])
+@pytest.mark.parametrize("how", [pytest.param("here", marks=pytest.mark.full), "host"])
 def test_a_compiled_loss(how: str, tmp_path: Path) -> None:
     loss = torch.compile(squared, backend="eager")
     side = Side(SIDE.build, loss)

@@ -12,7 +12,7 @@ import overspill
 from overspill.program import Kind
 from tests.layers import Stack
 from tests.reference import same_bits
-from tests.side import WIDTH, Side, adamw, check, hows, spilled, squared, tight
+from tests.side import WIDTH, Side, check, hows, spilled, squared, tight
 
 
 def linear() -> nn.Module:
@@ -103,7 +103,9 @@ def test_a_frozen_unit_is_never_written_home(how: str, tmp_path: Path) -> None:
     evaluated_and_saved(model, optimizer, side)
     assert set(found) == set(homes) - {"blocks.1", "blocks.2"}
     assert all(same_bits(_bytes_of(engine, name), value) for name, value in before.items())
-    sizes = {u.name: (u.role_bytes("grad"), u.role_bytes("state"), len(u.pages)) for u in engine.parts.layout.spec.units}
+    sizes = {
+        u.name: (u.role_bytes("grad"), u.role_bytes("state"), len(u.pages)) for u in engine.parts.layout.spec.units
+    }
     assert sizes["blocks.1"] == sizes["blocks.2"] == (0, 0, 0)
     assert optimizer.state_dict()["state"].keys().isdisjoint({6, 7, 8, 9})
 
@@ -126,7 +128,3 @@ def test_a_frozen_model_can_be_evaluated_but_not_stepped(how: str, tmp_path: Pat
         expected = squared(plain, 0)
         torch.manual_seed(1)
         assert torch.equal(squared(model, 0), expected)
-
-
-ALL = CASES
-_ = adamw

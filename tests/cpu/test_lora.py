@@ -56,8 +56,11 @@ CASES: dict[str, Adapted] = {
 }
 
 
+PLACE = pytest.mark.parametrize("place", [pytest.param("host", marks=pytest.mark.full), "nvme"])
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("place", ["host", "nvme"])
+@PLACE
 @pytest.mark.parametrize("name", CASES)
 def test_only_the_adapters_change(name: str, place: str, tmp_path: Path) -> None:
     plain, own = CASES[name].made()
@@ -86,9 +89,11 @@ def merged(model: nn.Module) -> Iterator[None]:
     model.unmerge_adapter()
 
 
-@pytest.mark.parametrize("place", ["host", "nvme"])
+@PLACE
 @pytest.mark.parametrize("state", [disabled, merged])
-@pytest.mark.parametrize("name", ["llama", "dora", "modules to save"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("dora", "modules to save"))]
+)
 def test_merged_and_disabled_adapters(name: str, state: Any, place: str, tmp_path: Path) -> None:
     """Between steps; what a merge makes of the base, and leaves in it, is what it makes of it in plain torch."""
     case = CASES[name]

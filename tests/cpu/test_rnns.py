@@ -41,7 +41,11 @@ class Recurrent(nn.Module):
 class Cells(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.cell, self.gate, self.memory = nn.RNNCell(WIDTH, WIDTH), nn.GRUCell(WIDTH, WIDTH), nn.LSTMCell(WIDTH, WIDTH)
+        self.cell, self.gate, self.memory = (
+            nn.RNNCell(WIDTH, WIDTH),
+            nn.GRUCell(WIDTH, WIDTH),
+            nn.LSTMCell(WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = c = torch.zeros_like(x)
@@ -49,10 +53,6 @@ class Cells(nn.Module):
             h = self.gate(self.cell(x, h), h)
             h, c = self.memory(x, (h, c))
         return h
-
-
-def normed(x: Tensor, rnn: nn.Module) -> Tensor:
-    return rnn(x[:, None])[0][:, 0]
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
@@ -110,7 +110,3 @@ def test_copies_and_what_is_closed_are_plain(how: str, tmp_path: Path) -> None:
     closed = overspill.close(model)
     assert torch.equal(closed(x), expected)
     assert all("flatten_parameters" not in vars(block.rnn) for block in closed.blocks)
-
-
-ALL = {k: Side(lambda v=v: Stack(v, 2)) for k, v in KINDS.items()}
-ALL["flat"] = Side(lambda: Stack(KINDS["both ways"], 2), flattening)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import overspill
 from overspill.errors import StateError
 from tests import small
-from tests.both import AWAY, adamw, everywhere, losses, prepare, train
+from tests.both import AWAY, HERE, adamw, everywhere, losses, prepare, train
 from tests.reference import differing, weights
 
-AT_ONCE = r"expected one thread at a time to use a prepared model, found another one in the middle of a forward or back"
+AT_ONCE = r"expected one thread at a time to use a prepared model, found another one in the middle of a forward"
 TOKENS = torch.arange(10).view(2, 5)
 
 USES: dict[str, Callable[[nn.Module, Any], object]] = {
@@ -41,7 +41,7 @@ class Waiting:
         assert self.go.wait(60)
 
 
-@everywhere
+@pytest.mark.parametrize("place", [pytest.param(HERE, marks=pytest.mark.full), AWAY], ids=["here", "away"])
 @pytest.mark.parametrize("during", ["forward", "backward"])
 @pytest.mark.parametrize("use", USES)
 def test_at_once_is_refused(use: str, during: str, place, tmp_path: Path) -> None:
