@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from overspill.errors import ModelError, StateError
@@ -115,6 +116,8 @@ class Closed(Prepared):
                 _keeper(args[0]).given(args[0], args[1])
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return _gradients(*args, **kwargs)
         closed = [x for x in tree_leaves((args, kwargs)) if type(x) is Closed]
         if func is Tensor.detach and closed:
             copy = _keeper(closed[0]).copy_of(closed[0])
@@ -131,6 +134,21 @@ def _keeper(p: Tensor) -> Keeper:
             "overspill.close(model) before dropping it"
         )
     return keeper
+
+
+def _gradients(outputs: Any, inputs: Any, *, materialize_grads: bool = False, **options: Any) -> Any:
+    """torch.autograd.grad by parameters. It is no use of them, and runs the code of others, which must come through the
+    door: so parameters are named by their places in the graph, which is all that matters of them."""
+    if materialize_grads:
+        options["allow_unused"] = True
+    with torch._C.DisableTorchFunctionSubclass():
+        places = [get_gradient_edge(p) if isinstance(p, Closed) else p for p in inputs]
+        results = [p.view_as(p) if isinstance(p, Closed) else p for p in outputs]
+    found = torch.autograd.grad(results, places, **options)
+    if not materialize_grads:
+        return found
+    zeros = {"requires_grad": options.get("create_graph", False)}
+    return tuple(torch.zeros_like(p, **zeros) if g is None else g for p, g in zip(inputs, found, strict=True))
 
 
 def _through_the_door(
