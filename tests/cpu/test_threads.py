@@ -1,5 +1,6 @@
 """Threads may take turns with a prepared model, but not use it at once."""
 
+import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -112,3 +113,16 @@ def test_another_model_in_another_thread(tmp_path: Path) -> None:
             done.result()
     for model, _ in pairs:
         assert differing(weights(model), weights(plain)) == []
+
+
+def test_a_dropped_model_waits_for_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is dropped by the garbage collector, which may run inside of Python's own handling of threads."""
+    model, optimizer = prepare(dict.fromkeys(("weight", "grad", "state"), "nvme"), tmp_path)
+    train(model, optimizer, 1)
+    overspill.settle(model)
+    waited = []
+    monkeypatch.setattr(threading.Thread, "join", lambda self, timeout=None: waited.append(self.name))
+    del model, optimizer
+    gc.collect()
+    assert waited == []
+    assert list(tmp_path.iterdir()) == []
