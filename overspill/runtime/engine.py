@@ -72,7 +72,7 @@ class Engine:
     def step(self, groups: list[dict[str, Any]]) -> None:
         """Take the gradients that are there; every unit's update is due before its next use."""
         self.check_open()
-        self.residency.take_turn()
+        self.residency.turns.take()
         self._watch.check()
         self.residency.copies.forget()
         self._settle(tuple(sorted(self.executor.state.pending)))
@@ -121,7 +121,7 @@ class Engine:
     def settle(self) -> None:
         """Finish pending updates, bring everything home, and wait until it is there."""
         self.check_open()
-        self.residency.take_turn()
+        self.residency.turns.take()
         self._settle()
         self.executor.finish()
 

@@ -42,7 +42,7 @@ class Residency:
         self._last: tuple[int, ...] = ()
         self._behind: tuple[int, ...] = ()
         """What the running backward node, or the last one, asked for."""
-        self._turns = Turns()
+        self.turns = Turns(self._depth)
         self.copies = Copies(self, parts)
         self.own_grads: dict[tuple[int, int], weakref.ref[Tensor] | None] = {}
         """Tensors that the user put into `p.grad`: they stay there, and autograd adds to them, as in plain torch."""
@@ -75,12 +75,8 @@ class Residency:
         running = self._behind if torch._C._current_graph_task_id() != -1 else ()
         return frozenset(self._visited.union(running, (u for u, depth in enumerate(self._depth) if depth)))
 
-    def take_turn(self) -> None:
-        """Refuse a thread that comes while another one uses the model."""
-        self._turns.take(self._depth)
-
     def need(self, units: tuple[int, ...]) -> None:
-        self.take_turn()
+        self.turns.take()
         self._last = units
         self._executor(Need(units, self.phase, self.held()))
 
@@ -95,7 +91,7 @@ class Residency:
     # --- calls of modules, and backward
 
     def enter(self, units: tuple[int, ...]) -> None:
-        self.take_turn()
+        self.turns.take()
         if any(self._depth[u] == 0 for u in units):
             self.need(units)
         for u in units:
@@ -127,7 +123,7 @@ class Residency:
         return (*ended, *(u for u, depth in enumerate(self._depth) if depth and away(u))) if ended else ()
 
     def backward(self, units: tuple[int, ...]) -> None:
-        self.take_turn()
+        self.turns.take()
         self._behind = units
         if torch.is_grad_enabled():
             # Backward of backward: the graph being built is nobody's, so keep what it uses.

@@ -20,17 +20,18 @@ CALL = frozenset({nn.Module._call_impl.__code__})
 
 
 class Turns:
-    """Knows who used the model last."""
+    """Knows who used the model last. `depths`: how many calls of each unit are running, at any time."""
 
-    def __init__(self) -> None:
+    def __init__(self, depths: list[int]) -> None:
+        self._depths = depths
         self._last = threading.get_ident()
 
-    def take(self, depths: list[int]) -> None:
-        """It is this thread's turn now. `depths`: how many calls of each unit are running."""
+    def take(self) -> None:
+        """It is this thread's turn now, unless another one is in the middle of something."""
         me = threading.get_ident()
         if me == self._last or _of_torch():
             return
-        if _inside(sys._current_frames().get(self._last), BACKWARD | (CALL if any(depths) else frozenset())):
+        if _inside(sys._current_frames().get(self._last), BACKWARD | (CALL if any(self._depths) else frozenset())):
             raise StateError(
                 "expected one thread at a time to use a prepared model, found another one in the middle of a forward "
                 "or backward pass; let threads take turns, or hand copies (model.state_dict()) to the others"

@@ -20,15 +20,6 @@ from tests.side import WIDTH, LossOf, Side, spilled
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")]
 HOWS = ["here", "host", "nvme"]
 LAYERS = ["conv2d", "channels last", "batch norm", "attention", "transformer", "weight norm", "dropout"]
-    "conv2d",
-    "channels last",
-    "batch norm",
-    "attention",
-    "transformer",
-    "weight norm",
-    "spectral norm",
-    "dropout",
-]
 
 
 def on_gpu(model: nn.Module, step: int) -> Tensor:
