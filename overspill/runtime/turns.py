@@ -2,7 +2,7 @@
 
 Two threads that use one model at once would take each other's weights away. Taking turns is fine. So whenever another
 thread comes than the last time, we look at what that one is doing now. torch runs the backward pass of a GPU's nodes in
-threads of its own: these work for the thread that called backward, and are known by a stack that does not begin there.
+threads of its own: these work for the thread that called backward, and Python did not start them.
 """
 
 import sys
@@ -40,7 +40,7 @@ class Turns:
 
 
 def _of_torch() -> bool:
-    return torch._C._current_graph_task_id() != -1 and not _inside(sys._getframe(), BACKWARD)
+    return torch._C._current_graph_task_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _inside(frame: FrameType | None, codes: frozenset[CodeType]) -> bool:
