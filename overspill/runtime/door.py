@@ -4,7 +4,8 @@ Note [Closed parameters]: between uses a parameter is *closed*: its class is `Cl
 through one door. Metadata passes. Anything else first finishes the parameter's pending update and brings its bytes to
 the device, so it sees the current value; what it changes is written home. Inside a call of a module of its unit a
 parameter is *open*: an ordinary parameter for torch, without overhead; only the ways to its memory that leave no mark
-on its version (`.data`, `.numpy()`, ...) report that its bytes may have been written.
+on its version (`.data`, `.numpy()`, ...) report that its bytes may have been written. torch.compile must not trace any
+of this: it would keep what happened the first time.
 """
 
 import weakref
@@ -13,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from overspill.errors import ModelError, StateError
@@ -114,6 +117,7 @@ class Closed(Prepared):
     """A parameter between uses. See Note [Closed parameters]."""
 
     @classmethod
+    @_disable_dynamo
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -123,6 +127,8 @@ class Closed(Prepared):
                 _keeper(args[0]).given(args[0], args[1])
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return _gradients(*args, **kwargs)
         closed = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Closed)]
         if func is Tensor.detach and closed:
             copy = _keeper(closed[0]).copy_of(closed[0])
@@ -139,6 +145,21 @@ def _keeper(p: Tensor) -> Keeper:
             "overspill.close(model) before dropping it"
         )
     return keeper
+
+
+def _gradients(outputs: Any, inputs: Any, *, materialize_grads: bool = False, **options: Any) -> Any:
+    """torch.autograd.grad by parameters. It is no use of them, and runs the code of others, which must come through the
+    door: so parameters are named by their places in the graph, which is all that matters of them."""
+    if materialize_grads:
+        options["allow_unused"] = True
+    with torch._C.DisableTorchFunctionSubclass():
+        places = [get_gradient_edge(p) if isinstance(p, Closed) else p for p in inputs]
+        results = [p.view_as(p) if isinstance(p, Closed) else p for p in outputs]
+    found = torch.autograd.grad(results, places, **options)
+    if not materialize_grads:
+        return found
+    zeros = {"requires_grad": options.get("create_graph", False)}
+    return tuple(torch.zeros_like(p, **zeros) if g is None else g for p, g in zip(inputs, found, strict=True))
 
 
 def _through_the_door(
@@ -225,14 +246,19 @@ def _copied(p: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     return copied
 
 
+@_disable_dynamo
+def _touch(p: nn.Parameter) -> None:
+    keeper = keeper_of(p)
+    if keeper is not None:
+        keeper.touched(p)
+
+
 def _reporting(name: str) -> Any:
     """A method of Tensor that gives a way to the memory, and says so."""
     plain = getattr(Tensor, name)
 
     def method(self: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
-        keeper = keeper_of(self)
-        if keeper is not None:
-            keeper.touched(self)
+        _touch(self)
         return plain(self, *args, **kwargs)
 
     method.__name__ = name
@@ -244,16 +270,12 @@ class Open(Prepared):
 
     @property
     def data(self) -> Tensor:
-        keeper = keeper_of(self)
-        if keeper is not None:
-            keeper.touched(self)
+        _touch(self)
         return Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        keeper = keeper_of(self)
-        if keeper is not None:
-            keeper.touched(self)
+        _touch(self)
         _assign(self, value)
 
     numpy = _reporting("numpy")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from overspill.errors import ModelError, StateError
 from overspill.program import Begin, Mark, Settle, Step
@@ -47,7 +48,7 @@ class Engine:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The root is called: look whether the model is still the same, bring the inputs."""
-        self._watch.check()
+        self._watch.check(call=True)
         self.residency.copies.forget()
         self.executor(Begin(self.residency.phase))
         if self.parts.scale is not None:
@@ -74,9 +75,11 @@ class Engine:
 
     # --- the optimizer and the API call these
 
+    @_disable_dynamo
     def step(self, groups: list[dict[str, Any]]) -> None:
         """Take the gradients that are there; every unit's update is due before its next use."""
         self.check_open()
+        self.residency.turns.take()
         self._watch.check()
         self.residency.copies.forget()
         self._settle(tuple(sorted(self.executor.state.pending)))
@@ -135,9 +138,11 @@ class Engine:
             found.setdefault(unit, []).append(Due(index, generation, len(generation.todo)))
         return found
 
+    @_disable_dynamo
     def settle(self) -> None:
         """Finish pending updates, bring everything home, and wait until it is there."""
         self.check_open()
+        self.residency.turns.take()
         self._settle()
         self.executor.finish()
 
@@ -162,12 +167,15 @@ class Engine:
 
     def close(self) -> None:
         """Give a plain model back: weights on the devices they came from, gradients in `p.grad`."""
-        self.settle()
+        self.check_open()
+        # Not `settle`: what is given back is never written home again, whoever holds views of it.
+        self.executor(Settle(None, self.residency.held()))
         for handle in self._hooks:
             handle.remove()
         for index in range(len(self.units)):
             self.residency.need((index,))
             self._give_back(index)
+        hooks.flatten(self.model)
         for buffer, device in self.parts.buffers:
             buffer.data = buffer.data.to(device)
         self.executor.finish()

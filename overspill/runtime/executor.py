@@ -1,11 +1,13 @@
 """The executor: folds the program over events and hands each op to its lane. It decides nothing."""
 
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from overspill.errors import StateError
 from overspill.program import Event, Key, Kind, Lane, Op, Program, react, start
@@ -29,11 +31,17 @@ class Executor:
         self._tickets = Tickets()
         self._failed: BaseException | None = None
         self._pid = os.getpid()
+        self._lock = threading.RLock()
 
     def handle(self, handlers: dict[Kind, Handler]) -> None:
         self._handlers |= handlers
 
     def __call__(self, event: Event) -> None:
+        # Autograd may run the nodes of one backward pass in two threads: those on the GPU and those on the CPU.
+        with self._lock:
+            self._fold(event)
+
+    def _fold(self, event: Event) -> None:
         if os.getpid() != self._pid:
             raise StateError(
                 "expected a prepared model to be used in the process that prepared it, found a forked one, which has "
@@ -48,8 +56,9 @@ class Executor:
         if not ops:
             return
         try:
-            # The caller may evaluate in inference mode; what is allocated here is used outside of it.
-            with torch.inference_mode(False), torch.no_grad():
+            # The caller may evaluate in inference mode, or be inside a transform of torch.func; what is allocated and
+            # computed here is no part of that.
+            with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack():
                 for op in ops:
                     self._run(op)
         except BaseException as error:

@@ -5,21 +5,32 @@ before its last use. So when the outermost call of a unit ends, the autograd gra
 every node that nobody claimed yet gets a pre-hook that asks for the unit. Units whose weights never leave the device
 need none of this. Autograd numbers its nodes: those from the call's first number on are the call's own, wherever its
 inputs came from. Where fewer were found than were numbered, some hang on other tensors than the outputs, as an
-auxiliary loss kept on a module or keys and values in a cache: then those are looked at too.
+auxiliary loss kept on a module or keys and values in a cache: then those are looked at too. If some are still missing,
+they are dead (most often), or hang on a tensor that was put anywhere: then all tensors that Python knows of are looked
+at, which is dear, so a module for which that found nothing LOOKS times is not looked at like this again. What is missed
+even so is refused in backward (runtime/weights.py, Note [Versions of what is away]).
 
 Hook objects are copied and pickled as do-nothing hooks, so that a copied or saved model is an ordinary one.
 """
 
 import dataclasses
+import functools
+import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map_only
 
+from overspill.runtime.door import Prepared
 from overspill.units.layout import Layout
+
+log = logging.getLogger("overspill")
 
 CLAIMED = "overspill"
 LEAF = "torch::autograd::AccumulateGrad"
@@ -32,6 +43,8 @@ OF_MODULES = frozenset(vars(nn.Module()))
 """What every module has: its parameters, hooks and children."""
 DEPTH = 4
 """How deep to look for tensors inside objects that are no containers (caches, output classes)."""
+LOOKS = 2
+"""How often to look everywhere in vain. See Note [Backward needs]."""
 
 
 class Root(Protocol):
@@ -65,11 +78,13 @@ class Listeners:
 
 
 class Hook:
-    """A callable that is not copied with its module."""
+    """A callable that is not copied with its module, and that torch.compile leaves alone: what it does depends on more
+    than its arguments, and must be done every time."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
 
+    @_disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
 
@@ -93,6 +108,8 @@ def install(model: nn.Module, layout: Layout, listeners: Listeners) -> list[Any]
     handles += _on_root(model, listeners.root)
     for module in model.modules():
         handles += _on_state_dict(module, listeners.state_dicts)
+        if isinstance(module, nn.RNNBase):
+            handles.append(Unflattened(module))
     for unit, params in enumerate(layout.params):
         for index, p in enumerate(params):
             if p.requires_grad:
@@ -116,6 +133,7 @@ def _on_root(model: nn.Module, listener: Root) -> list[Any]:
 def _on_call(module: nn.Module, units: tuple[int, ...], listener: Calls) -> list[Any]:
     first: list[int | None] = []
     """The number of the first node of each running call; None where the call could not begin."""
+    looks = [True] * LOOKS
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
         first.append(None)
@@ -128,8 +146,17 @@ def _on_call(module: nn.Module, units: tuple[int, ...], listener: Calls) -> list
         if begin is None or not ended or not torch.is_grad_enabled():
             return
         made = next_node() - begin
-        if claim(ended, begin, output, listener) < made:
-            claim(ended, begin, (args, kwargs, list(_kept(module))), listener)
+        if claim(ended, begin, output, listener) == made:
+            return
+        recompute = torch._C._current_graph_task_id() != -1
+        found = claim(ended, begin, (output, args, kwargs, list(_kept(module))), listener)
+        if found < made and not recompute and looks:
+            strays = list(_strays(begin))
+            claim(ended, begin, strays, listener)
+            if strays:
+                _say_once(f"{type(module).__name__} leaves tensors where only a search finds them; return them: faster")
+            else:
+                looks.pop()
 
     return [
         module.register_forward_pre_hook(Hook(enter), prepend=True),
@@ -170,6 +197,42 @@ def _on_state_dict(module: nn.Module, listener: StateDicts) -> list[Any]:
     return [module.register_state_dict_pre_hook(Hook(before)), module.register_state_dict_post_hook(Hook(after))]
 
 
+class Unflattened:
+    """Keeps an RNN from moving its weights, until it is removed.
+
+    On cuda `flatten_parameters` points all weights of an RNN to memory of their own, in C++ and past any door of ours;
+    torch calls it in `model.to`, and many models in forward. There is no hook for it, so it is overridden on the one
+    module, by a bound method: that is copied and pickled with its module and is the plain one there.
+    """
+
+    def __init__(self, module: nn.RNNBase) -> None:
+        self._module = module
+        module.flatten_parameters = MethodType(flatten_parameters, module)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        del self._module.__dict__["flatten_parameters"]
+
+
+def flatten_parameters(rnn: nn.RNNBase) -> None:
+    """What a prepared RNN has instead of its own: leaves the weights in their unit."""
+    if not any(isinstance(w, Prepared) for w in rnn._flat_weights):
+        type(rnn).flatten_parameters(rnn)
+    elif any(p.is_cuda for p in rnn.parameters()):
+        _say_once("an RNN's weights stay in the memory of their unit: cuDNN copies them at every call")
+
+
+@functools.cache
+def _say_once(what: str) -> None:
+    log.info("%s", what)
+
+
+def flatten(model: nn.Module) -> None:
+    """A model is plain again: let its RNNs compact their weights, as they do when they are built."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+
 def next_node() -> int:
     """The number that this thread's next autograd node will get."""
     number: int = torch._C._autograd._get_sequence_nr()
@@ -180,9 +243,7 @@ def claim(units: tuple[int, ...], begin: int, tensors: Any, listener: Calls) -> 
     """Ask for `units` before any node behind `tensors` runs that was made since `begin`; how many there are.
     See Note [Backward needs]."""
 
-    def need(gradients: Any) -> None:
-        listener.backward(units)
-
+    need = Hook(lambda gradients: listener.backward(units))
     todo = [t.grad_fn for t in tensors_in(tensors) if t.grad_fn is not None]
     seen: dict[int, Any] = {}
     while todo:
@@ -206,10 +267,24 @@ def _kept(module: nn.Module) -> Iterator[Any]:
                 yield value
 
 
+def _strays(begin: int) -> Iterator[Tensor]:
+    """The tensors in this process whose graph was made since `begin` and that nobody claimed."""
+    for x in gc.get_objects():
+        # By type, because asking an object for its class may run code of its own.
+        if issubclass(type(x), Tensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                node = x.grad_fn
+            if node is not None and node._sequence_nr() >= begin and CLAIMED not in node.metadata:
+                yield x
+
+
 def tensors_in(x: Any, depth: int = DEPTH) -> Iterator[Tensor]:
     """The tensors in an output or input: in containers, dataclasses and, a few levels deep, any object."""
     if isinstance(x, Tensor):
         yield x
+        # A tensor inside of a transform of torch.func wraps the one that it stands for.
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+            yield from tensors_in(torch._C._functorch.get_unwrapped(x))
     elif x is None or isinstance(x, str | bytes | int | float | bool | nn.Module | type) or callable(x):
         return
     elif isinstance(x, Mapping):

@@ -21,6 +21,7 @@ from overspill.runtime.copies import Copies
 from overspill.runtime.door import Closed, Open, register
 from overspill.runtime.generation import NARROW
 from overspill.runtime.parts import Parts
+from overspill.runtime.turns import Turns
 from overspill.specs import Phase
 from overspill.units.unit import Unit
 
@@ -44,9 +45,12 @@ class Residency:
         self._last: tuple[int, ...] = ()
         self._behind: tuple[int, ...] = ()
         """What the running backward node, or the last one, asked for."""
+        self.turns = Turns(self._depth)
         self.copies = Copies(self, parts)
         self.own_grads: dict[tuple[int, int], weakref.ref[Tensor] | None] = {}
         """Tensors that the user put into `p.grad`: they stay there, and autograd adds to them, as in plain torch."""
+        self._unswappable = [weakref.ref(p) for unit in self._units for p in unit.params]
+        """torch.utils.swap_tensors, which would put another tensor in a parameter's place, refuses what has these."""
         for unit in self._units:
             for p in unit.params:
                 if p.requires_grad and p.dtype in NARROW:
@@ -78,6 +82,7 @@ class Residency:
         return frozenset(self._visited.union(running, (u for u, depth in enumerate(self._depth) if depth)))
 
     def need(self, units: tuple[int, ...]) -> None:
+        self.turns.take()
         self._last = units
         self._executor(Need(units, self.phase, self.held()))
 
@@ -92,6 +97,7 @@ class Residency:
     # --- calls of modules, and backward
 
     def enter(self, units: tuple[int, ...]) -> None:
+        self.turns.take()
         if self._scale is not None:
             self._scale.check_inside()
         if any(self._depth[u] == 0 for u in units):
@@ -125,6 +131,7 @@ class Residency:
         return (*ended, *(u for u, depth in enumerate(self._depth) if depth and away(u))) if ended else ()
 
     def backward(self, units: tuple[int, ...]) -> None:
+        self.turns.take()
         self._behind = units
         if torch.is_grad_enabled():
             # Backward of backward: the graph being built is nobody's, so keep what it uses.
@@ -191,5 +198,8 @@ def _set_class(unit: Unit, cls: type[nn.Parameter]) -> None:
 def _escapes(unit: Unit, output: Any) -> bool:
     """Whether a call hands out views of its own weights: whoever uses them later is not seen asking for the unit."""
     memory = unit.flat.untyped_storage()._cdata
-    strided = (t for t in hooks.tensors_in(output) if t.layout is torch.strided and not t.is_nested)
-    return any(Tensor.untyped_storage(t)._cdata == memory for t in strided)
+    return any(Tensor.untyped_storage(t)._cdata == memory for t in hooks.tensors_in(output) if _has_memory(t))
+
+
+def _has_memory(t: Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_nested and not torch._C._functorch.is_functorch_wrapped_tensor(t)

@@ -1,5 +1,7 @@
 """Notices when a prepared model gets other parameters or modules than it was prepared with."""
 
+from typing import Any
+
 from torch import nn
 
 from overspill.errors import ModelError
@@ -10,13 +12,15 @@ class ShapeWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._held = [
-            (path, module, list(module._parameters.items()), list(module._modules.items()))
-            for path, module in model.named_modules()
+            (path, module, dict(module._parameters), dict(module._modules)) for path, module in model.named_modules()
         ]
 
-    def check(self) -> None:
+    def check(self, call: bool = False) -> None:
+        """`call`: a call begins, in which torch.func.functional_call may stand other tensors in for parameters. What
+        stands there at `step()` was put there to stay."""
         for path, module, params, children in self._held:
-            if _same(module._parameters, params) and _same(module._modules, children):
+            same = module._parameters.keys() == params.keys() if call else _same(module._parameters, params)
+            if same and _same(module._modules, children):
                 continue
             name = _difference(module._parameters, params) or _difference(module._modules, children)
             raise ModelError(
@@ -25,19 +29,16 @@ class ShapeWatch:
             )
 
 
-def _same(now: dict[str, object], then: list[tuple[str, object]]) -> bool:
-    if len(now) != len(then):
-        return False
-    return all(now.get(name) is item for name, item in then)
+def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
+    return len(now) == len(then) and all(now.get(name) is item for name, item in then.items())
 
 
-def _difference(now: dict[str, object], then: list[tuple[str, object]]) -> str:
-    before = dict(then)
-    for name in [*now, *before]:
-        if name not in before:
+def _difference(now: dict[str, Any], then: dict[str, Any]) -> str:
+    for name in [*now, *then]:
+        if name not in then:
             return f"{name} added"
         if name not in now:
             return f"{name} removed"
-        if now[name] is not before[name]:
+        if now[name] is not then[name]:
             return f"{name} replaced"
     return ""

@@ -1,6 +1,14 @@
-"""Ops on weights: fetch, store, release, open."""
+"""Ops on weights: fetch, store, release, open.
+
+Note [Versions of what is away]: autograd saves weights with their version and looks whether it is the same when
+backward uses them. So the versions of a unit that leaves the device move far ahead, and back when the unit is opened: a
+graph that nobody asks the unit for (runtime/hooks.py finds all but those that Python cannot see) is refused by autograd
+as one whose weights were modified, instead of reading freed memory.
+"""
 
 from collections.abc import Mapping, Sequence
+
+import torch
 
 from overspill.program import Kind, Op
 from overspill.runtime.executor import Handler
@@ -9,6 +17,9 @@ from overspill.specs import TierName
 from overspill.tiers import Tier
 from overspill.units.unit import Unit
 
+AHEAD = 1 << 30
+"""How far versions move: further than any training changes a weight in place, and not beyond 32 bits."""
+
 
 class Weights:
     """Moves the flat buffers of units between the device and their homes."""
@@ -16,6 +27,11 @@ class Weights:
     def __init__(self, units: Sequence[Unit], tiers: Mapping[TierName, Tier]) -> None:
         self._units = units
         self._tiers = tiers
+        self._ahead: set[int] = set()
+        """Units whose versions are moved."""
+        for index, unit in enumerate(units):
+            if unit.home is not None:
+                self._move_versions(index, AHEAD)
 
     def handlers(self) -> dict[Kind, Handler]:
         return {
@@ -44,12 +60,25 @@ class Weights:
         return lambda: tier.store(home, flat)
 
     def _release(self, op: Op) -> Work:
-        return self._units[op.unit].shrink
+        unit = self._units[op.unit]
+
+        def release() -> None:
+            # A unit that was given back to a plain model has left already.
+            if unit.here:
+                unit.shrink()
+                self._move_versions(op.unit, AHEAD)
+
+        return release
 
     def _open(self, op: Op) -> Work:
         unit = self._units[op.unit]
         assert unit.here, f"unit {unit.spec.name} is to be opened but its bytes are not on the device"
-        return _nothing
+        return lambda: self._move_versions(op.unit, -AHEAD)
 
-
-def _nothing() -> None: ...
+    def _move_versions(self, index: int, by: int) -> None:
+        """See Note [Versions of what is away]."""
+        if (index in self._ahead) == (by > 0):
+            return
+        self._ahead ^= {index}
+        params = self._units[index].params
+        torch._C._autograd._unsafe_set_version_counter(params, tuple(p._version + by for p in params))

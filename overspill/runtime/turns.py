@@ -1,0 +1,51 @@
+"""One thread at a time.
+
+Two threads that use one model at once would take each other's weights away. Taking turns is fine. So whenever another
+thread comes than the last time, we look at what that one is doing now. torch runs the backward pass of a GPU's nodes in
+threads of its own: these work for the thread that called backward, and Python did not start them.
+"""
+
+import sys
+import threading
+from types import CodeType, FrameType
+
+import torch
+from torch import nn
+from torch.autograd import graph
+
+from overspill.errors import StateError
+
+BACKWARD = frozenset({graph._engine_run_backward.__code__})
+CALL = frozenset({nn.Module._call_impl.__code__})
+
+
+class Turns:
+    """Knows who used the model last. `depths`: how many calls of each unit are running, at any time."""
+
+    def __init__(self, depths: list[int]) -> None:
+        self._depths = depths
+        self._last = threading.get_ident()
+
+    def take(self) -> None:
+        """It is this thread's turn now, unless another one is in the middle of something."""
+        me = threading.get_ident()
+        if me == self._last or _of_torch():
+            return
+        if _inside(sys._current_frames().get(self._last), BACKWARD | (CALL if any(self._depths) else frozenset())):
+            raise StateError(
+                "expected one thread at a time to use a prepared model, found another one in the middle of a forward "
+                "or backward pass; let threads take turns, or hand copies (model.state_dict()) to the others"
+            )
+        self._last = me
+
+
+def _of_torch() -> bool:
+    return torch._C._current_graph_task_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def _inside(frame: FrameType | None, codes: frozenset[CodeType]) -> bool:
+    while frame is not None:
+        if frame.f_code in codes:
+            return True
+        frame = frame.f_back
+    return False

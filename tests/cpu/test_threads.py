@@ -1,0 +1,128 @@
+"""Threads may take turns with a prepared model, but not use it at once."""
+
+import gc
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import overspill
+from overspill.errors import StateError
+from tests import small
+from tests.both import AWAY, HERE, adamw, everywhere, losses, prepare, train
+from tests.reference import differing, weights
+
+AT_ONCE = r"expected one thread at a time to use a prepared model, found another one in the middle of a forward"
+TOKENS = torch.arange(10).view(2, 5)
+
+USES: dict[str, Callable[[nn.Module, Any], object]] = {
+    "forward": lambda model, optimizer: model(TOKENS),
+    "part": lambda model, optimizer: model.blocks[3](torch.ones(2, small.WIDTH)),
+    "read": lambda model, optimizer: model.blocks[2].up.weight.sum(),
+    "state dict": lambda model, optimizer: model.state_dict(),
+    "optimizer": lambda model, optimizer: optimizer.state_dict(),
+    "step": lambda model, optimizer: optimizer.step(),
+    "settle": lambda model, optimizer: overspill.settle(model),
+}
+
+
+class Waiting:
+    """Holds whoever comes, in a forward hook or in a hook of backward, until it is let go."""
+
+    def __init__(self) -> None:
+        self.there, self.go = threading.Event(), threading.Event()
+
+    def hook(self, *_: object) -> None:
+        self.there.set()
+        assert self.go.wait(60)
+
+
+@pytest.mark.parametrize("place", [pytest.param(HERE, marks=pytest.mark.full), AWAY], ids=["here", "away"])
+@pytest.mark.parametrize("during", ["forward", "backward"])
+@pytest.mark.parametrize("use", USES)
+def test_at_once_is_refused(use: str, during: str, place, tmp_path: Path) -> None:
+    model, optimizer = prepare(place, tmp_path)
+    train(model, optimizer, 1)
+    wait = Waiting()
+    if during == "forward":
+        handle = model.blocks[1].up.register_forward_hook(wait.hook)
+    else:
+        handle = model.blocks[1].up.register_forward_hook(lambda m, args, out: out.register_hook(wait.hook) and None)
+    with ThreadPoolExecutor(1) as other:
+        training = other.submit(train, model, optimizer, 1)
+        assert wait.there.wait(60)
+        with pytest.raises(StateError, match=AT_ONCE):
+            USES[use](model, optimizer)
+        wait.go.set()
+        training.result()
+    handle.remove()
+    train(model, optimizer, 1)
+    plain = small.build()
+    train(plain, adamw(plain), 3)
+    assert differing(weights(model), weights(plain)) == []
+
+
+@everywhere
+def test_taking_turns(place, tmp_path: Path) -> None:
+    """Each step in another thread; even forward in one and backward in another."""
+    model, optimizer = prepare(place, tmp_path)
+    plain = small.build()
+    own = adamw(plain)
+
+    def forward(model: nn.Module) -> Tensor:
+        return model(TOKENS).square().mean()
+
+    for _ in range(3):
+        for trained, steps in ((plain, own), (model, optimizer)):
+            with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
+                one.submit(train, trained, steps, 1).result()
+                loss = two.submit(forward, trained).result()
+                one.submit(loss.backward).result()
+                two.submit(steps.step).result()
+                steps.zero_grad()
+    assert differing(weights(model), weights(plain)) == []
+
+
+def test_a_thread_that_failed_does_not_keep_its_turn(tmp_path: Path) -> None:
+    model, optimizer = prepare(AWAY, tmp_path)
+
+    def fail(*_: object) -> None:
+        raise KeyError("no")
+
+    handle = model.blocks[1].register_forward_hook(fail)
+    with ThreadPoolExecutor(1) as other, pytest.raises(KeyError, match="no"):
+        other.submit(train, model, optimizer, 1).result()
+    handle.remove()
+    plain = small.build()
+    next(losses(plain, 1))  # the batch that was lost
+    assert train(model, optimizer, 2) == train(plain, adamw(plain), 2)
+
+
+def test_another_model_in_another_thread(tmp_path: Path) -> None:
+    """Two prepared models, a thread each."""
+    plain = small.build()
+    train(plain, adamw(plain), 20)
+    pairs = [prepare(AWAY, tmp_path) for _ in range(2)]
+    with ThreadPoolExecutor(2) as both:
+        for done in [both.submit(train, model, optimizer, 20) for model, optimizer in pairs]:
+            done.result()
+    for model, _ in pairs:
+        assert differing(weights(model), weights(plain)) == []
+
+
+def test_a_dropped_model_waits_for_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is dropped by the garbage collector, which may run inside of Python's own handling of threads."""
+    model, optimizer = prepare(dict.fromkeys(("weight", "grad", "state"), "nvme"), tmp_path)
+    train(model, optimizer, 1)
+    overspill.settle(model)
+    waited = []
+    monkeypatch.setattr(threading.Thread, "join", lambda self, timeout=None: waited.append(self.name))
+    del model, optimizer
+    gc.collect()
+    assert waited == []
+    assert list(tmp_path.iterdir()) == []
