@@ -1,9 +1,10 @@
 """The update rules in plain torch: one order of operations, which every other executor reproduces bit for bit.
 
 Note [Roundings]: the order is that of torch's own optimizers. Where those fuse a multiplication with an addition,
-product and sum are computed in fp64 and rounded to fp32 together: that differs from a fused multiply-add in one of some
-2^28 cases, and every executor can do it exactly. All other operations are fp32 with one rounding each, division as IEEE
-has it, scalars computed once on the host. So a step is within 2 ulp of max(|p|, |update|) of torch's on the same device.
+product and sum are computed in fp64 and rounded to fp32 together: that differs from a fused multiply-add in one of
+some 2^28 cases, and every executor can do it exactly. All other operations are fp32 with one rounding each, division
+as IEEE has it, scalars computed once on the host. So a step is within 2 ulp of max(|p|, |update|) of torch's, on the
+same device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
