@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from overspill.kernels import masters
 from overspill.runtime.generation import as_flat
 from overspill.runtime.pages import Pages, arrays_of
+from overspill.runtime.weights import AHEAD
 from overspill.specs import PartSpec
 from overspill.units.unit import Unit
 
@@ -33,7 +34,7 @@ class Masters:
                 for part in page.parts:
                     if unit.params[part.param].dtype in masters.KEPT:
                         self._parts.setdefault((u, part.param), []).append((i, part))
-        self._versions = {place: self._param(place)._version for place in self._parts}
+        self._versions = {place: self._version(place) for place in self._parts}
         self._places = {id(self._param(place)): place for place in self._parts}
         self._prints: dict[Place, Tensor] = {}
         self._edited: set[tuple[int, int, int]] = set()
@@ -44,6 +45,10 @@ class Masters:
 
     def _param(self, place: Place) -> nn.Parameter:
         return self._units[place[0]].params[place[1]]
+
+    def _version(self, place: Place) -> int:
+        """As it is while the weights are here: see weights.py, Note [Versions of what is away]."""
+        return self._param(place)._version % AHEAD
 
     # --- edits: see Note [Edited weights]
 
@@ -62,10 +67,10 @@ class Masters:
 
     def _renew(self, place: Place) -> None:
         if place in self._parts:
-            self._versions[place] = self._param(place)._version
+            self._versions[place] = self._version(place)
 
     def _look_at_version(self, place: Place) -> None:
-        if place in self._parts and self._param(place)._version != self._versions[place]:
+        if place in self._parts and self._version(place) != self._versions[place]:
             self._mark(place)
 
     def _look_at_bytes(self, place: Place) -> None:
