@@ -29,13 +29,13 @@ def prepare_tight(
     return overspill.prepare(model, optimizer, place=made, **keywords)
 
 
-def mixed_budgets(model: nn.Module, optimizer: torch.optim.Optimizer, nvme: Path) -> dict[str, Any]:
+def mixed_budgets(model: nn.Module, optimizer: torch.optim.Optimizer, nvme: Path, **keywords: Any) -> dict[str, Any]:
     """Budgets with which the solver puts weights on the device, on the host and on nvme."""
-    budgets = {"gpu": 1, "host": 2**30, "nvme": nvme, "precision": "fp32"}
+    budgets = {"gpu": 1, "host": 2**30, "nvme": nvme, "precision": "fp32", **keywords}
     smallest = _smallest(model, optimizer, budgets)
     total = sum(p.nbytes for p in model.parameters())
     for gpu in range(smallest, smallest + 8 * total, total // 4):
-        for host in range(2**18 + total // 4, 2**18 + total, total // 4):
+        for host in range(2**18 + total // 8, 2**18 + total, total // 8):
             budgets |= {"gpu": gpu, "host": host}
             placements = overspill.plan(model, optimizer, **budgets).placements
             if {p.weight for p in placements} == {"device", "host", "nvme"}:

@@ -8,6 +8,8 @@ on its version (`.data`, `.numpy()`, ...) report that its bytes may have been wr
 of this: it would keep what happened the first time.
 """
 
+import functools
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -19,6 +21,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from overspill.errors import ModelError, StateError
+
+log = logging.getLogger("overspill")
 
 _GETTERS = """
     shape dtype device requires_grad grad is_leaf layout ndim grad_fn is_cuda is_cpu is_meta is_sparse is_quantized
@@ -197,6 +201,9 @@ def _may_alias(result: Any, tensors: list[Tensor], closed: list[Closed]) -> bool
 
 def _assign(p: nn.Parameter, value: Tensor) -> None:
     """`p.data = value`: the parameter keeps its place and takes the value."""
+    if _only_cast(p, value):
+        _say_once("a prepared parameter keeps its dtype: module.to(%s) leaves it %s", value.dtype, p.dtype)
+        return
     if not isinstance(value, Tensor) or value.shape != p.shape or value.dtype != p.dtype or value.device != p.device:
         found = f"{value.dtype} {tuple(value.shape)} on {value.device}" if isinstance(value, Tensor) else type(value)
         raise ModelError(
@@ -205,6 +212,19 @@ def _assign(p: nn.Parameter, value: Tensor) -> None:
         )
     with torch.no_grad():
         p.copy_(value)
+
+
+def _only_cast(p: nn.Parameter, value: object) -> bool:
+    """Whether this is `module.to(dtype)`, which some models call in their forward: the same values in another dtype."""
+    if not isinstance(value, Tensor) or value.shape != p.shape or value.device != p.device or value.dtype == p.dtype:
+        return False
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        return value.is_floating_point() and torch.equal(value.to(p.dtype), p)
+
+
+@functools.cache
+def _say_once(message: str, *details: object) -> None:
+    log.warning(message, *details)
 
 
 def _copy(p: nn.Parameter, source: Tensor, non_blocking: bool = False) -> Tensor:

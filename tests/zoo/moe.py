@@ -6,7 +6,7 @@ from tests.zoo.batches import pairs, text
 ROUTER = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 LOCAL = {"num_local_experts": 4, **ROUTER}
 DEEPSEEK = {
-    "moe_intermediate_size": 20,
+    "moe_intermediate_size": 24,
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
     "n_group": 2,
@@ -71,9 +71,9 @@ MOE = [
     mixture("mixtral", llama_like("Mixtral", **LOCAL)),
     mixture(
         "qwen2_moe",
-        llama_like("Qwen2Moe", num_experts=4, moe_intermediate_size=20, shared_expert_intermediate_size=24, **ROUTER),
+        llama_like("Qwen2Moe", num_experts=4, moe_intermediate_size=24, shared_expert_intermediate_size=24, **ROUTER),
     ),
-    mixture("qwen3_moe", llama_like("Qwen3Moe", num_experts=4, moe_intermediate_size=20, head_dim=10, **ROUTER)),
+    mixture("qwen3_moe", llama_like("Qwen3Moe", num_experts=4, moe_intermediate_size=24, head_dim=10, **ROUTER)),
     mixture("olmoe", llama_like("Olmoe", num_experts=4, **ROUTER)),
     mixture("granitemoe", llama_like("GraniteMoe", **LOCAL)),
     mixture("phimoe", llama_like("Phimoe", **LOCAL)),
