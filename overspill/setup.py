@@ -83,6 +83,11 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: 
         raise ModelError(f"expected a torch.nn.Module, found {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, SpilledOptimizer):
         raise ModelError(f"expected a torch.optim.Optimizer of your own, found {type(optimizer).__name__}")
+    if chosen.precision != "fp32" and not hasattr(torch.Tensor, "grad_dtype"):
+        raise OptionError(
+            f"expected torch 2.10 or newer for precision={chosen.precision!r}, found {torch.__version__}; update it or "
+            "say precision='fp32'"
+        )
     names = {id(p): name for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         if keeper_of(p) is not None and builder_of(p) is None:

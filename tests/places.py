@@ -34,7 +34,7 @@ def mixed_budgets(model: nn.Module, optimizer: torch.optim.Optimizer, nvme: Path
     budgets = {"gpu": 1, "host": 2**30, "nvme": nvme, "precision": "fp32", **keywords}
     smallest = _smallest(model, optimizer, budgets)
     total = sum(p.nbytes for p in model.parameters())
-    for gpu in range(smallest, smallest + 8 * total, total // 4):
+    for gpu in range(smallest, 3 * smallest + 8 * total, total // 4):
         for host in range(2**18 + total // 8, 2**18 + total, total // 8):
             budgets |= {"gpu": gpu, "host": host}
             placements = overspill.plan(model, optimizer, **budgets).placements

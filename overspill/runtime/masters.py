@@ -132,20 +132,17 @@ class Masters:
         for page, part in self._parts[place]:
             memory = self._pages.read(u, page)
             weight = self._units[u].elements(param, part.begin, part.end)
-            self._split(
-                flat[part.begin : part.end], weight, arrays_of(format, self._pages.spec(u, page), part, memory)[0]
-            )
+            _split(flat[part.begin : part.end], weight, arrays_of(format, self._pages.spec(u, page), part, memory)[0])
             self._pages.write(u, page, memory)
             self._edited.discard((u, page, param))
         torch.autograd.graph.increment_version([self._param(place)])
         self._renew(place)
         self._prints.pop(place, None)
 
-    @staticmethod
-    def _split(master: Tensor, weight: Tensor, kept: Tensor) -> None:
-        if kept.device == weight.device:
-            masters.split(master, weight, kept)
-            return
-        here = torch.empty_like(kept, device=weight.device)
-        masters.split(master, weight, here)
+
+def _split(master: Tensor, weight: Tensor, kept: Tensor) -> None:
+    """Into weights on the device and a page that may be in host memory."""
+    here = kept if kept.device == weight.device else torch.empty_like(kept, device=weight.device)
+    masters.split(master, weight, here)
+    if here is not kept:
         kept.copy_(here)

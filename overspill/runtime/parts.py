@@ -78,7 +78,7 @@ class Parts:
         if nbytes > room:
             raise BudgetError(
                 f"expected room for {human(nbytes)} of copies in host memory for {what}, found {human(room)} "
-                "available; read parameter by parameter (p.detach().cpu(), overspill.state(p)), or stop what else runs"
+                "available; use overspill.save or export, which need no copies, or read parameter by parameter"
             )
 
     def check_room(self, nbytes: int) -> None:

@@ -45,8 +45,7 @@ class Initialiser:
 
     def fill(self, params: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
         """New values for these parameters of the model (same sizes and dtypes, in host memory), by name."""
-        # A tied parameter is made at its first place: there the model makes its value, and ties it afterwards.
-        owners = {name: self._places[id(p)][0] for name, p in params}
+        owners = {name: _owner(self._places[id(p)]) for name, p in params}
         for name, (module, _) in owners.items():
             self._tree.check(name, module)
         blanks = {(id(owners[name][0]), owners[name][1]): _like(p, _blank(p)) for name, p in params}
@@ -103,6 +102,12 @@ def materialise_buffers(model: nn.Module, device: torch.device, known: Mapping[s
         for key, old in module._buffers.items():
             if id(old) in placed:
                 module._buffers[key] = placed[id(old)]
+
+
+def _owner(places: list[tuple[nn.Module, str]]) -> tuple[nn.Module, str]:
+    """Where a tied parameter gets its value: models tie others to an embedding, whose row for padding is zero; without
+    one it is the first place."""
+    return next((place for place in places if isinstance(place[0], nn.Embedding)), places[0])
 
 
 class _Tree:

@@ -187,7 +187,7 @@ BAD = [
     *[{"micro_batches": x} for x in (0, -1, 1.0, "2", True, None)],
     *[{"kernels": x} for x in ("cuda", None)],
     *[{"separable": x} for x in ("yes", 1)],
-    *[{"weights": "folder"}, {"mesh": "mesh"}],
+    *[{"weights": 3}, {"mesh": "mesh"}],
     *[{"place": x} for x in ("host", ["host"], {"weights": "host"}, {"weight": "gpu"}, {"weight": None}, 3)],
 ]
 
@@ -276,13 +276,15 @@ def test_a_part_of_a_prepared_model(tmp_path: Path) -> None:
         overspill.prepare(model.blocks[1], adamw(model.blocks[1]), precision="fp32")
 
 
-def test_a_model_on_meta(tmp_path: Path) -> None:
+def test_a_model_on_meta_that_nobody_initialises(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = small.build()
     optimizer = adamw(model)
-    with pytest.raises(ModelError, match=r"a model with values, found 'embedding.weight' on the meta device; "):
-        overspill.prepare(model, optimizer, precision="fp32")
     assert overspill.plan(model, optimizer, gpu=GPU, host=HOST, precision="fp32").model.parameters > 0
+    with pytest.raises(ModelError, match=r"give prepare the values with weights=FOLDER"):
+        overspill.prepare(model, optimizer, precision="fp32", nvme=tmp_path, place=AWAY)
+    assert all(p.is_meta for p in model.parameters()), "the model is as it was"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_parameters_over_the_same_memory() -> None:

@@ -197,7 +197,7 @@ def test_a_plan_beyond_the_budgets_given() -> None:
     made = overspill.plan(model, adamw(model), gpu="64MiB", place=HOST, precision="fp32")
     for budget in ({"gpu": 4096}, {"host": 4096}):
         with pytest.raises(BudgetError, match="expected a plan within"):
-            overspill.prepare(model, adamw(model), place=made, **budget)
+            overspill.prepare(model, adamw(model), place=made, precision="fp32", **budget)
 
 
 @pytest.mark.parametrize("place", [HERE, AWAY])

@@ -5,7 +5,7 @@ only right if its random numbers are right too. There is one file for each famil
 """
 
 from tests.zoo.audio import AUDIO
-from tests.zoo.base import Architecture, Batch, loss_of
+from tests.zoo.base import VOCABULARY, Architecture, Batch, loss_of
 from tests.zoo.decoder import DECODERS
 from tests.zoo.encoder import ENCODERS
 from tests.zoo.encoder_decoder import ENCODER_DECODERS
@@ -17,4 +17,4 @@ from tests.zoo.vision import VISION
 ALL = [*DECODERS, *ENCODERS, *ENCODER_DECODERS, *VISION, *AUDIO, *MOE, *STATE_SPACE, *MULTIMODAL]
 ZOO = {architecture.name: architecture for architecture in ALL}
 
-__all__ = ["ALL", "ZOO", "Architecture", "Batch", "loss_of"]
+__all__ = ["ALL", "VOCABULARY", "ZOO", "Architecture", "Batch", "loss_of"]
