@@ -18,6 +18,7 @@ from overspill.checkpoint.export import write_export
 from overspill.checkpoint.folder import Saved, open_folder, save_folder
 from overspill.checkpoint.writer import Stored, stored, write_tensors
 from overspill.errors import ModelError
+from overspill.runtime.adopt import PIECE
 from overspill.runtime.engine import Engine
 from overspill.runtime.optimizer import SpilledOptimizer
 from overspill.specs import ParamSpec, dense_stride
@@ -59,7 +60,8 @@ def load(path: str | PathLike[str], engine: Engine, optimizer: SpilledOptimizer)
             for name, p in engine.model.named_parameters():
                 p.copy_(saved.tensor(name))
             for name, buffer in engine.model.named_buffers():
-                buffer.copy_(saved.tensor(name))
+                if name in saved.entries and saved.entries[name].shape == tuple(buffer.shape):
+                    buffer.copy_(saved.tensor(name))
         _load_states(saved, body["states"], engine)
     for group, values in zip(optimizer.param_groups, body["groups"], strict=True):
         group.update({k: v for k, v in values.items() if k != "params"})
@@ -80,9 +82,11 @@ def export(path: str | PathLike[str], engine: Engine) -> None:
         _export_adapters(Path(path), engine)
         return
     is_stock = hasattr(getattr(model, "config", None), "save_pretrained")
-    # Transformers ties weights again when it loads them, and wants each once; a plain load_state_dict wants every name.
-    parameters = model.named_parameters(remove_duplicate=is_stock)
-    tensors = [_weight(engine, name, p, came_as=True) for name, p in parameters]
+    # Transformers ties again what it knows as tied, and wants that once; a plain load_state_dict wants every name.
+    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {}) if is_stock else {}
+    first, retied = _names(model), {*ties, *ties.values()}
+    names = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if first[id(p)] == n or n not in retied]
+    tensors = [_weight(engine, name, p, came_as=True) for name, p in names]
     tensors += [stored(name, b.contiguous()) for name, b in _persistent_buffers(model)]
     write_export(path, tensors)
     if is_stock:
@@ -102,14 +106,27 @@ def _export_adapters(path: Path, engine: Engine) -> None:
     from peft import get_peft_model_state_dict
 
     model: Any = engine.model
-    trained = {name: p.detach().cpu() for name, p in model.named_parameters() if p.requires_grad}
-    for name, config in model.peft_config.items():
-        found = get_peft_model_state_dict(model, state_dict=dict(trained), adapter_name=name)
-        folder = path if name == "default" else path / name
+    for adapter, config in model.peft_config.items():
+        named = [(name, p) for name, p in model.named_parameters() if f".{adapter}." in f"{name}." or p.requires_grad]
+        values = {name: _whole(engine, p) for name, p in named}
+        found = get_peft_model_state_dict(model, state_dict=values, adapter_name=adapter)
+        folder = path if adapter == "default" else path / adapter
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = [stored(key, value.contiguous()) for key, value in found.items()]
-        write_tensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
+        partial = folder / ".adapter_model.safetensors.partial"
+        partial.unlink(missing_ok=True)
+        write_tensors(partial, [stored(key, value.contiguous()) for key, value in found.items()], {"format": "pt"})
+        partial.replace(folder / "adapter_model.safetensors")
         config.save_pretrained(folder)
+
+
+def _whole(engine: Engine, p: nn.Parameter) -> Tensor:
+    """A parameter in the dtype that it came with."""
+    unit, index = engine.residency.place_of(p)
+    engine.residency.need((unit,))
+    masters = engine.parts.made.masters
+    with torch.no_grad():
+        value = masters.read((unit, index)) if (unit, index) in masters else p.detach().cpu()
+    return value.to(engine.units[unit].came_as[index][1])
 
 
 def _names(model: nn.Module) -> dict[int, str]:
@@ -151,9 +168,6 @@ def _weight(engine: Engine, name: str, p: nn.Parameter, came_as: bool = False) -
                     yield piece.to("cpu", dtype)
 
     return Stored(name, dtype, spec.shape, pieces)
-
-
-PIECE = 2**22
 
 
 def _row_major(spec: ParamSpec) -> tuple[int, ...]:
@@ -199,8 +213,10 @@ def _load_states(saved: Saved, small: Mapping[str, Mapping[str, Any]], engine: E
 
 
 def _check(saved: Saved, body: Any, engine: Engine, optimizer: SpilledOptimizer) -> None:
-    wanted = {name: tuple(t.shape) for name, t in (*engine.model.named_parameters(), *engine.model.named_buffers())}
-    there = {name: entry.shape for name, entry in saved.entries.items() if entry.path.name == WEIGHTS}
+    needed = (*engine.model.named_parameters(), *_persistent_buffers(engine.model))
+    wanted = {name: tuple(t.shape) for name, t in needed}
+    passing = {name for name, _ in engine.model.named_buffers()} - wanted.keys()
+    there = {n: e.shape for n, e in saved.entries.items() if e.path.name == WEIGHTS and n not in passing}
     wrong = [
         f"{name} ({there.get(name, 'missing')} saved, {wanted.get(name, 'missing')} in the model)"
         for name in dict.fromkeys((*wanted, *there))
@@ -215,6 +231,13 @@ def _check(saved: Saved, body: Any, engine: Engine, optimizer: SpilledOptimizer)
         raise ModelError(
             f"expected a checkpoint of a {type(optimizer.given).__name__}, found one of a {body['optimizer']}; use the "
             "optimizer that it was saved with"
+        )
+    fields = engine.parts.made.update.fields
+    keys = {name.rsplit(": ", 1)[1] for name, entry in saved.entries.items() if entry.path.name == STATES}
+    if fields is not None and keys - set(fields):
+        raise ModelError(
+            f"expected states {sorted(fields)}, found {sorted(keys)} in the checkpoint; use the optimizer's settings "
+            "that it was saved with, or prepare with kernels='torch'"
         )
     names = _names(engine.model)
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]

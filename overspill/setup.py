@@ -62,6 +62,8 @@ def say_what_is_cast(model: nn.Module, chosen: Options) -> None:
     dtype = DTYPES[chosen.precision]
     others = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
     expected = {torch.float32} if dtype in KEPT else set()
+    if dtype in KEPT and any(p.dtype == torch.float32 and not p.requires_grad for p in model.parameters()):
+        log.warning("frozen parameters of float32 are cast to %s and have no masters: their rest is lost", dtype)
     if others - expected:
         found = ", ".join(sorted(str(d).removeprefix("torch.") for d in others))
         log.warning("parameters of %s are cast to %s, which is what precision= asks for", found, dtype)
@@ -253,7 +255,8 @@ def build_engine(
     if isinstance(arena, HostTier) and pin:
         arena.pin()
     scale = LossScale(device) if chosen.precision == "fp16" else None
-    built.grads.factor = scale.factor if scale else None
+    if scale is not None:
+        built.grads.factor, built.masters.factor = scale.factor, lambda: scale.factor
     activations = made.bytes_of("device", "activations")
     parts = Parts(
         layout=laid_out,

@@ -4,11 +4,15 @@ engine.py     one prepared model, put together; parts.py builds what it is made 
 optimizer.py  the optimizer that the user gets back
 hooks.py      every hook there is: module calls, autograd nodes, gradients, state dicts
 residency.py  which units are open and which may not leave; door.py: closed and open parameters; copies.py: state dicts
-gradients.py  generations of gradients; handle.py: the light tensor that stands in `p.grad`
-updates.py    runs the user's optimizer on one page; states.py: what it keeps, in its homes
+generation.py one gradient; gradients.py: all of them; gradient_bytes.py: where their bytes are; handle.py: the light
+              tensor that stands in `p.grad`; scaling.py: the loss scale of fp16
+updates.py    updates that are due; kernel_update.py by our own rules, own_update.py by the user's optimizer
+pages.py      pages of state in their homes; states.py: what the user's optimizer keeps there; masters.py: the fp32
+              values of 16-bit weights; edits.py: when the user writes to those
+adopt.py      how values come into their homes; building.py: models that are being built, larger than memory
 executor.py   folds the program over events; lanes.py: streams and threads that run ops; weights.py: ops on weights
-building.py   keeps the parameters of a model that is being built, and is larger than memory
-precision.py, watch.py, measures.py: inputs of the root call; a model that was changed; what a step took
+precision.py, watch.py, turns.py, measures.py: inputs of the root call; a model that was changed; threads; what a
+step took
 
 Holds no policy: what moves when is decided in program.py. May import: units, tiers, kernels, comm, program, layer 0;
 never plan.

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from overspill.config import NvmeOption, Size, parse_nvme, parse_size
 from overspill.errors import OptionError, StateError
-from overspill.runtime.door import HANDLE, Closed, keeper_of
+from overspill.runtime.door import HANDLE, Closed, NoMasters, keeper_of
 from overspill.specs import KiB, MiB, dense_stride
 from overspill.tiers import GrowingTier, freed_at_once, host_available
 from overspill.units.blocks import Block, Blocks
@@ -172,6 +172,8 @@ def _place_of(p: Tensor) -> Place:
 
 class Builder:
     """Keeps the parameters of models that are being built (door.Keeper)."""
+
+    masters = NoMasters()
 
     def __init__(self, tier: GrowingTier, keep: int) -> None:
         self.tier = tier

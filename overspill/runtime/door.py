@@ -51,6 +51,19 @@ class HigherPrecision(Protocol):
     def accept(self, p: nn.Parameter, value: Tensor) -> bool:
         """Give a parameter that is usable a value of higher precision than its own; False if it has no master."""
 
+    def unscaled(self, gradient: Tensor) -> Tensor:
+        """A gradient that autograd made, without the scale of the loss."""
+
+
+class NoMasters:
+    """Parameters are all there is."""
+
+    def accept(self, p: nn.Parameter, value: Tensor) -> bool:
+        return False
+
+    def unscaled(self, gradient: Tensor) -> Tensor:
+        return gradient
+
 
 class Keeper(Protocol):
     """Who keeps the bytes of a parameter: the engine, or, before there is one, the builder of the model."""
@@ -159,11 +172,17 @@ def _gradients(outputs: Any, inputs: Any, *, materialize_grads: bool = False, **
     with torch._C.DisableTorchFunctionSubclass():
         places = [get_gradient_edge(p) if isinstance(p, Closed) else p for p in inputs]
         results = [p.view_as(p) if isinstance(p, Closed) else p for p in outputs]
-    found = torch.autograd.grad(results, places, **options)
+    found = tuple(map(_unscaled, inputs, torch.autograd.grad(results, places, **options)))
     if not materialize_grads:
         return found
     zeros = {"requires_grad": options.get("create_graph", False)}
     return tuple(torch.zeros_like(p, **zeros) if g is None else g for p, g in zip(inputs, found, strict=True))
+
+
+def _unscaled(p: Tensor, gradient: Tensor | None) -> Tensor | None:
+    if gradient is None or not isinstance(p, Closed):
+        return gradient
+    return _keeper(p).masters.unscaled(gradient)
 
 
 def _through_the_door(

@@ -37,6 +37,17 @@ class Engine:
         # Weakly, because a parameter's hooks lie where Python's garbage collector does not look for cycles.
         listeners = hooks.Listeners(weakref.proxy(self), self.residency, self.residency.copies)
         self._hooks = hooks.install(model, parts.layout, listeners)
+        if parts.scale is not None:
+            self._take_gradients()
+
+    def _take_gradients(self) -> None:
+        """What is in `p.grad` from before is not scaled, so autograd may not add to it."""
+        for index, unit in enumerate(self.units):
+            for param, p in enumerate(unit.params):
+                if p.grad is not None:
+                    generation = self.parts.made.grads.take(index, param, p.grad.detach())
+                    p.grad = None
+                    p.grad = GradHandle([generation], self.parts.made.grads, self.executor.lanes.device)
 
     def check_open(self) -> None:
         if self.closed:
@@ -52,7 +63,7 @@ class Engine:
         self.residency.copies.forget()
         self.executor(Begin(self.residency.phase))
         if self.parts.scale is not None:
-            self.parts.scale.enter()
+            args, kwargs = self.parts.scale.enter((args, kwargs))
         device, dtype = self.executor.lanes.device, self.parts.dtype
         return cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
 
@@ -64,9 +75,16 @@ class Engine:
         """Autograd accumulated into `p.grad`: a new gradient becomes a generation; a handle has taken it already."""
         p = self.units[unit].params[param]
         gradient, own = p.grad, self.residency.own_grads.get((unit, param))
-        if gradient is None or isinstance(gradient, GradHandle) or gradient.requires_grad:
+        if gradient is None or isinstance(gradient, GradHandle):
             return
-        if own is not None and own() is gradient:
+        owned = own is not None and own() is gradient
+        if self.parts.scale is not None and (owned or gradient.requires_grad):
+            raise StateError(
+                "expected backward passes that leave p.grad to overspill under precision='fp16', found a tensor of "
+                f"yours, or a graph, as the gradient of {self.units[unit].spec.params[param].name!r}: what autograd "
+                "added to it is scaled; use precision='bf16' for that"
+            )
+        if owned or gradient.requires_grad:
             return
         grads = self.parts.made.grads
         generation = grads.take(unit, param, gradient.detach(), grads.factor)

@@ -80,6 +80,11 @@ class Executor:
         for ticket in self._tickets.of((key,)):
             ticket.wait()
 
+    def finish_latest(self, key: Key) -> None:
+        """Block until the latest op of this key is done."""
+        for ticket in self._tickets.of((key,)):
+            ticket.finish()
+
     def finish(self) -> None:
         """Block until every lane is idle."""
         self._tickets.finish()

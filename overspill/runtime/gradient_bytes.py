@@ -14,11 +14,10 @@ from torch import Tensor
 from overspill.program import Key, Kind
 from overspill.runtime.executor import Executor
 from overspill.runtime.generation import Generation, as_bytes
-from overspill.tiers import Slot, Tier
+from overspill.runtime.pages import Home
 
 log = logging.getLogger("overspill")
 
-Home = tuple[Tier, Slot]
 Widen = Callable[[int, int], Home | None]
 """(unit, param) -> room for a wide gradient; None where gradients live on the device. See Note [Unplanned width]."""
 

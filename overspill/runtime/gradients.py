@@ -66,6 +66,8 @@ class Gradients:
         by_element = self.bytes.home(unit, param) is not None or spec.dtype in NARROW
         if value.dtype != dtype or (by_element and value.stride() != spec.stride):
             value = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=value.device).copy_(value)
+        if factor is not None and value.dtype == full_dtype(spec):
+            value, factor = value * factor, None
         generation = Generation(unit, param, spec, value, factor)
         self._send_home(generation)
         return generation
@@ -93,7 +95,7 @@ class Gradients:
             self._begin(generation, value)
             return
         if self.factor is not None and in_backward and value.dtype == spec.dtype:
-            value = value.to(full_dtype(spec)).mul_(self.factor)
+            value = value.to(full_dtype(spec)) * self.factor
         if generation.lent or unit in self._executor.state.pending:
             # An update that is due takes the gradient as it was.
             adding = Change.of(lambda total, x: total.add_(x, alpha=alpha), (value,), spec)

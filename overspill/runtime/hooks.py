@@ -28,13 +28,13 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map_only
 
 from overspill.runtime.door import Prepared
+from overspill.runtime.generation import NARROW
 from overspill.units.layout import Layout
 
 log = logging.getLogger("overspill")
 
 CLAIMED = "overspill"
 LEAF = "torch::autograd::AccumulateGrad"
-NARROW = (torch.bfloat16, torch.float16)
 _ONE_DTYPE = "Linear Bilinear LayerNorm GroupNorm MultiheadAttention PReLU RNN LSTM GRU"
 _CONVS = (f"Conv{way}{n}d" for way in ("", "Transpose") for n in (1, 2, 3))
 ONE_DTYPE = {getattr(nn, name).forward for name in (*_ONE_DTYPE.split(), *_CONVS)}

@@ -23,10 +23,13 @@ class KernelUpdate:
 
     def __init__(self, rule: Rule, units: Sequence[Unit], pages: Pages, masters: Masters) -> None:
         self._rule = rule
+        self.fields: tuple[str, ...] | None = rule.fields
         self._units = units
         self._pages = pages
         self._masters = masters
         self._steps: Counter[tuple[int, int]] = Counter()
+        self._aside: dict[tuple[int, int], Mapping[str, Any]] = {}
+        """States of parameters that were trained before and are frozen now."""
 
     def due(self, unit: int, params: Sequence[int]) -> None:
         self._steps.update((unit, param) for param in params)
@@ -46,6 +49,7 @@ class KernelUpdate:
                 self._rule.apply(master, gradient, [f[begin:end] for f in fields], share.hypers, step)
                 if rounded:
                     split(master, weight[begin:end], kept[begin:end])
+            self._masters.edits.updated(unit, share.part)
 
     def _arrays(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> list[Tensor]:
         return arrays_of(self._pages.model.format, self._pages.spec(unit, page), part, memory)
@@ -56,7 +60,7 @@ class KernelUpdate:
         """As torch has it; nothing where the parameter never had a step."""
         steps, spec = self._steps[unit, param], self._units[unit].spec.params[param]
         if not steps:
-            return {}
+            return dict(self._aside.get((unit, param), {}))
         whole = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32, device="meta")
         return ({"step": torch.tensor(float(steps))} if self._rule.counts else {}) | dict.fromkeys(
             self._rule.fields, whole
@@ -65,7 +69,7 @@ class KernelUpdate:
     def read(self, unit: int, param: int, keys: Sequence[str] | None = None) -> dict[str, Any]:
         found = self.outline(unit, param)
         found = found if keys is None else {key: found[key] for key in keys}
-        wanted = {i: key for i, key in enumerate(self._rule.fields) if key in found}
+        wanted = {i: key for i, key in enumerate(self._rule.fields) if key in found and self._steps[unit, param]}
         for key in wanted.values():
             found[key] = torch.empty_like(found[key], device="cpu")
         for page, part in self._parts(unit, param) if wanted else ():
@@ -92,11 +96,18 @@ class KernelUpdate:
                         field.copy_(as_flat(value)[part.begin : part.end])
             self._pages.write(unit, i, memory)
         for param in range(len(self._units[unit].params)):
-            self._steps[unit, param] = self._count(values.get(param, {}))
+            state = values.get(param, {})
+            if self._parts(unit, param):
+                self._steps[unit, param] = self._count(state)
+            else:
+                self._aside[unit, param] = state
 
     def _count(self, state: Mapping[str, Any]) -> int:
         """torch's SGD keeps no count, and needs none but whether there was a step."""
-        return int(state.get("step", 0)) if self._rule.counts else int(any(v is not None for v in state.values()))
+        if not self._rule.counts:
+            return int(any(v is not None for v in state.values()))
+        step = state.get("step", 0)
+        return 0 if isinstance(step, Tensor) and step.is_meta else int(step)
 
     def _fields(self, unit: int, param: int, state: Mapping[str, Any]) -> list[Tensor | None]:
         """The rule's arrays for one parameter, laid out as it is."""

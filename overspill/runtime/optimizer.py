@@ -168,19 +168,21 @@ def _take_states(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
 
 
 def write_states(engine: Engine, states: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Replace the states of these parameters; the others of the same optimizer have none afterwards."""
-    units: dict[int, dict[int, dict[str, Any]]] = {}
+    """Replace the states of these parameters; the others of the same optimizer have none afterwards. One unit after the
+    other, so that no more than one is there twice."""
+    units: dict[int, dict[int, tuple[nn.Parameter, Mapping[str, Any]]]] = {}
     for p, state in states.items():
         unit, index = engine.residency.place_of(p)
-        units.setdefault(unit, {})[index] = {k: _fitted(k, v, p) for k, v in state.items()}
-    for unit, values in units.items():
-        engine.parts.made.update.write(unit, values)
+        units.setdefault(unit, {})[index] = (p, state)
+    for unit, given in units.items():
+        fitted = {i: {k: _fitted(k, v, p) for k, v in state.items()} for i, (p, state) in given.items()}
+        engine.parts.made.update.write(unit, fitted)
 
 
 def _fitted(key: str, value: Any, p: nn.Parameter) -> Any:
-    """torch's rule for loaded states: on the parameter's device and of its (master's) dtype, but a step count stays."""
+    """torch's rule for loaded states: of the dtype of the parameter, or of its master; a step count stays as it is."""
     if not isinstance(value, Tensor) or key == "step" or value.is_meta:
         return value.clone() if isinstance(value, Tensor) else value
     own = torch.float32 if p.dtype in NARROW else p.dtype
     dtype = own if value.is_floating_point() and p.is_floating_point() else value.dtype
-    return value.detach().to(device=p.device, dtype=dtype, copy=True)
+    return value.detach().to(dtype=dtype, copy=True)

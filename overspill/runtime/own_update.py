@@ -27,6 +27,7 @@ class OwnUpdate:
         self._pages = pages
         self._masters = masters
         self._states = OwnStates(pages)
+        self.fields: tuple[str, ...] | None = None
         self.outline = self._states.outline
         self.read = self._states.read
         self.write = self._states.write
@@ -68,6 +69,7 @@ class OwnUpdate:
         if (unit, part.param) in self._masters:
             weight = self._units[unit].elements(part.param)
             split(as_flat(used.detach()), weight, self._kept(unit, page, part))
+            self._masters.edits.updated(unit, part)
 
     def _step(
         self, groups: list[dict[str, Any]], used: list[tuple[Share, nn.Parameter]], where: tuple[int, int]

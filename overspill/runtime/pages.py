@@ -101,7 +101,7 @@ class Pages:
         home = self.home(unit, page)
         if home is None:
             return self.make(unit, page)
-        self._executor.wait(Key(Kind.STATE_STORE, unit, page))
+        self._executor.finish_latest(Key(Kind.STATE_STORE, unit, page))
         out = torch.zeros(self.spec(unit, page).state_bytes, dtype=torch.uint8)
         if (unit, page) in self._filled:
             home[0].load(home[1], out)
@@ -115,7 +115,7 @@ class Pages:
             if own.data_ptr() != memory.data_ptr():
                 own[: memory.numel()].copy_(memory)
             return
-        self._executor.wait(Key(Kind.STATE_STORE, unit, page))
+        self._executor.finish_latest(Key(Kind.STATE_STORE, unit, page))
         self._filled.add((unit, page))
         home[0].store(home[1], memory)
         if memory.is_cuda:

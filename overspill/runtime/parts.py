@@ -13,13 +13,13 @@ from overspill.program import Program
 from overspill.runtime.adopt import Source, adopt
 from overspill.runtime.executor import Executor
 from overspill.runtime.generation import NARROW
-from overspill.runtime.gradient_bytes import GradientBytes, Home
+from overspill.runtime.gradient_bytes import GradientBytes
 from overspill.runtime.gradients import Gradients
 from overspill.runtime.kernel_update import KernelUpdate
 from overspill.runtime.lanes import Lanes
 from overspill.runtime.masters import Masters
 from overspill.runtime.own_update import OwnUpdate
-from overspill.runtime.pages import Pages
+from overspill.runtime.pages import Home, Pages
 from overspill.runtime.scaling import LossScale
 from overspill.runtime.updates import Update, Updates
 from overspill.runtime.weights import Weights

@@ -158,7 +158,7 @@ class Residency:
 
     def touched(self, p: nn.Parameter) -> None:
         unit, _ = self.place_of(p)
-        self.masters.handed_out(self.place_of(p))
+        self.masters.edits.handed_out(self.place_of(p))
         self._visited.add(unit)
         self._executor(Mark((unit,), written=True))
 

@@ -1,21 +1,23 @@
 """Loss scaling for fp16, by the rule of torch.amp.GradScaler with its default settings.
 
 Note [Scaled outputs]: gradients of fp16 weights would underflow, so they are computed from a scaled loss. The loop
-calls `loss.backward()` and knows nothing of it: each output of the model's own call is handed out as a view, and a hook
-on that view scales the gradient that comes back. Inside of the model nothing passes the views, so nothing is scaled
-twice. Gradients are unscaled where they are widened (generation.py). What reaches weights on another way than through
-the model's outputs would not be scaled: such uses are refused while a graph is recorded.
+calls `loss.backward()` and knows nothing of it: each output of the model's own call is handed out as a view, and a
+hook on that view scales the gradient that comes back; a hook on each input that wants a gradient undoes it. Inside of
+the model nothing passes the views, so nothing is scaled twice. Gradients are unscaled where they are widened
+(generation.py). What reaches weights on another way than through the model's outputs would not be scaled: such uses
+are refused while a graph is recorded.
 """
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from overspill.errors import StateError
+from overspill.runtime.hooks import tensors_in
 
 INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
@@ -56,8 +58,10 @@ class LossScale:
 
     # --- see Note [Scaled outputs]
 
-    def enter(self) -> None:
+    def enter(self, inputs: Any) -> Any:
+        """The inputs of the whole model's call, to be taken instead."""
         self._calls += 1
+        return inputs if self._calls > 1 or not torch.is_grad_enabled() else _mapped(inputs, self._unscaled)
 
     def leave(self, output: Any) -> Any:
         """The output of the whole model's call, to be handed out instead."""
@@ -67,19 +71,17 @@ class LossScale:
         return _mapped(output, self._scaled)
 
     def _scaled(self, t: Tensor) -> Tensor:
-        if not t.requires_grad:
-            return t
-        scale = self.value
-        view = t.view_as(t)
-        view.register_hook(lambda gradient: gradient * scale)
-        return view
+        return _hooked(t, lambda gradient: gradient * self.value)
+
+    def _unscaled(self, t: Tensor) -> Tensor:
+        return _hooked(t, lambda gradient: gradient / self.value)
 
     def forget(self) -> None:
         """A step was taken: no call is running any more, not even one that was interrupted."""
         self._calls = 0
 
     def check_inside(self) -> None:
-        if not self._calls and torch.is_grad_enabled():
+        if not self._calls and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             raise StateError(
                 "expected weights to be used inside a call of the whole model under precision='fp16', found a use "
                 "outside of it while a graph is recorded: its gradient would not be scaled; call the prepared model "
@@ -87,25 +89,34 @@ class LossScale:
             )
 
 
-def _mapped(x: Any, change: Any) -> Any:
+def _hooked(t: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
+    if not t.requires_grad:
+        return t
+    view = t.view_as(t)
+    view.register_hook(hook)
+    return view
+
+
+def _mapped(x: Any, change: Callable[[Tensor], Tensor], depth: int = 4) -> Any:
     """The same structure with its tensors changed; in objects of unknown kind those are replaced in place."""
     if isinstance(x, Tensor):
         return change(x)
+    if not any(t.requires_grad for t in tensors_in(x, depth)):
+        return x
     if isinstance(x, list):
-        return [_mapped(v, change) for v in x]
+        return [_mapped(v, change, depth) for v in x]
     if isinstance(x, tuple):
-        items = [_mapped(v, change) for v in x]
+        items = [_mapped(v, change, depth) for v in x]
         return type(x)(*items) if hasattr(x, "_fields") else tuple(items) if type(x) is tuple else type(x)(items)
     if isinstance(x, Mapping):
         out: Any = copy.copy(x)
         for key, value in x.items():
-            out[key] = _mapped(value, change)
+            out[key] = _mapped(value, change, depth)
         return out
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        named = {f.name: _mapped(getattr(x, f.name), change) for f in dataclasses.fields(x) if f.init}
+        named = {f.name: _mapped(getattr(x, f.name), change, depth) for f in dataclasses.fields(x) if f.init}
         return dataclasses.replace(x, **named)
-    if hasattr(x, "__dict__") and not isinstance(x, nn.Module | type) and not callable(x):
+    if depth > 0 and hasattr(x, "__dict__") and not isinstance(x, nn.Module | type) and not callable(x):
         for key, value in vars(x).items():
-            if isinstance(value, Tensor):
-                vars(x)[key] = change(value)
+            vars(x)[key] = _mapped(value, change, depth - 1)
     return x

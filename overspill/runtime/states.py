@@ -97,16 +97,23 @@ class OwnStates:
 
     def write(self, unit: int, values: Mapping[int, Mapping[str, Any]]) -> None:
         """Replace the states of a unit's parameters (index -> state); an empty state forgets it."""
+        for param, state in values.items():
+            # What is frozen has no place in a page, but may have a state from before.
+            self._known[unit, param] = {k: _on(self._pages.device, v) for k, v in state.items()}
         for i, page in enumerate(self._pages.model.units[unit].pages):
             elsewhere = self._pages.home(unit, i) is not None
             memory = self._pages.read(unit, i) if elsewhere else None
             for part in page.parts:
                 if memory is None:
-                    self._known[unit, part.param] = dict(values.get(part.param, {}))
+                    self._known.setdefault((unit, part.param), {})
                 else:
                     self._keep(unit, part, values.get(part.param, {}), memory)
             if memory is not None:
                 self._pages.write(unit, i, memory)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) and value.numel() > SMALL else value
 
 
 def _outlined(value: Any) -> Any:

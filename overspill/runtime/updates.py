@@ -83,6 +83,9 @@ class Share:
 class Update(Protocol):
     """Who does the arithmetic of updates, and knows the optimizer's states."""
 
+    fields: tuple[str, ...] | None
+    """The only tensors that a state can have; None: any."""
+
     def due(self, unit: int, params: Sequence[int]) -> None:
         """A step was taken for these parameters."""
 
@@ -124,7 +127,7 @@ class Updates:
         self._pending[unit] = jobs
         due = [d.param for job in jobs for d in job.due]
         # Weights saved for a backward are out of date from now on, and autograd shall say so, as after a plain step.
-        self._masters.due([(unit, param) for param in due])
+        self._masters.edits.due([(unit, param) for param in due])
         self._update.due(unit, due)
 
     def _shares(self, op: Op) -> list[Share]:

@@ -3,6 +3,7 @@
 blocks.py   storages of parameters that leave memory for the disk while a model is built
 initial.py  first values for a model that was built on the meta device
 layout.py   finds the units of a model and describes them as a ModelSpec
+pages.py    cuts the states of a unit into pages
 states.py   foretells what an optimizer will keep for each parameter
 unit.py     one unit's flat device storage, of which the user's parameters are views
 

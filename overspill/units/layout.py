@@ -1,8 +1,9 @@
 """Finds the units of a model.
 
 A unit is a block (a member of a ModuleList or Sequential that owns parameters), or a run of modules that are left
-between blocks. A parameter that is used in several places belongs to the first unit that has it; the others need
-that unit too.
+between blocks. A parameter that is used in several places belongs to the first unit that has it; the others need that
+unit too. A block that is mostly frozen, as beside adapters, is two units that are needed together: the frozen one is
+only ever read.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from overspill.errors import ModelError
 from overspill.specs import MiB, ModelSpec, ParamSpec, StateFormat, UnitSpec, align, dense_stride
 from overspill.units.pages import cut
 
+FROZEN = " (frozen)"
 SPLIT_SHARE = 4
 """A block with more than 1/4 of the model's bytes is cut into its own blocks, where it has any."""
 
@@ -49,6 +51,10 @@ class _Group:
     @property
     def nbytes(self) -> int:
         return sum(_nbytes(p) for _, p in self.params)
+
+    @property
+    def trained(self) -> bool:
+        return any(p.requires_grad for _, p in self.params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ def lay_out(model: nn.Module, forms: Forms, page_bytes: int = 64 * MiB) -> Layou
         raise ModelError("expected a model with parameters, found none; there is nothing to place")
     wide = wide_parameters(model)
     units = tuple(_unit_spec(group, forms, wide, page_bytes) for group in groups)
-    calls = tuple(_calls(model, owner))
+    calls = tuple(_calls(model, owner, [g.name.removesuffix(FROZEN) for g in groups]))
     buffers = sum(b.nbytes for b in model.buffers())
     spec = ModelSpec(units=units, together=_together(model, calls), buffer_bytes=buffers, format=forms.state)
     return Layout(spec=spec, params=tuple(tuple(p for _, p in g.params) for g in groups), calls=calls)
@@ -124,8 +130,17 @@ def _groups(model: nn.Module) -> list[_Group]:
         params = [(f"{path}.{n}" if path else n, p) for n, p in found if id(p) not in taken]
         taken.update(id(p) for _, p in params)
         if params:
-            groups.append(_Group(path or "(root)", params, is_block))
+            groups += _parted(_Group(path or "(root)", params, is_block))
     return groups
+
+
+def _parted(group: _Group) -> list[_Group]:
+    """What is frozen and what is trained of a group, apart where the frozen part is the larger one: after an update
+    only the trained unit is written home."""
+    frozen = [(name, p) for name, p in group.params if not p.requires_grad]
+    trained = [(name, p) for name, p in group.params if p.requires_grad]
+    apart = [_Group(group.name + FROZEN, frozen, group.block), _Group(group.name, trained, group.block)]
+    return apart if trained and apart[0].nbytes > apart[1].nbytes else [group]
 
 
 def _merge_left_over(groups: list[_Group]) -> list[_Group]:
@@ -134,7 +149,8 @@ def _merge_left_over(groups: list[_Group]) -> list[_Group]:
     merged: list[_Group] = []
     for group in groups:
         last = merged[-1] if merged else None
-        if last and not last.block and not group.block and last.nbytes + group.nbytes <= largest:
+        alike = last is not None and last.trained == group.trained
+        if last and alike and not last.block and not group.block and last.nbytes + group.nbytes <= largest:
             merged[-1] = _Group(last.name, [*last.params, *group.params], False)
         else:
             merged.append(group)
@@ -166,13 +182,13 @@ def _unit_spec(group: _Group, forms: Forms, wide: set[int], page_bytes: int) -> 
     return UnitSpec(group.name, tuple(specs), tuple(cut(specs, kept, forms.state, page_bytes)))
 
 
-def _calls(model: nn.Module, owner: dict[int, int]) -> Iterator[Call]:
+def _calls(model: nn.Module, owner: dict[int, int], blocks: list[str]) -> Iterator[Call]:
     """Every module that owns parameters, and, so that a whole block is opened once, every one whose parameters
-    below all belong to one unit."""
+    below all belong to one block. `blocks`: the block of each unit."""
     for path, module in model.named_modules():
         own = dict.fromkeys(owner[id(p)] for p in module._parameters.values() if p is not None)
         below = dict.fromkeys(owner[id(p)] for p in module.parameters())
-        units = tuple(own) if own else tuple(below) if len(below) == 1 else ()
+        units = tuple(own) if own else tuple(below) if len({blocks[u] for u in below}) == 1 else ()
         if units:
             yield Call(path, module, units)
 

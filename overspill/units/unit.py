@@ -48,7 +48,7 @@ class Unit:
                 if view.dtype != p.dtype and hasattr(p, "grad_dtype"):
                     p.grad_dtype = None
                 set_data(p, view)
-                p.grad = gradient
+                p.grad = None if gradient is None else gradient.to(view.device)
 
     def elements(self, param: int, begin: int = 0, end: int | None = None) -> Tensor:
         """A parameter's elements, or some of them, in memory order."""

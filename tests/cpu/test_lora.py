@@ -115,3 +115,46 @@ def test_merged_and_disabled_adapters(name: str, state: Any, place: str, tmp_pat
     assert differing(weights(model), weights(plain)) == []
     overspill.close(model)
     assert differing(weights(model.merge_and_unload()), weights(plain.merge_and_unload())) == []
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_in_bf16_adapters_are_exported_with_their_masters(tmp_path: Path) -> None:
+    """And the base, in units of its own, is never written again."""
+    from safetensors.torch import load_file
+
+    from overspill.program import Kind
+
+    model, optimizer = CASES["llama"].made()
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"]))
+    model.set_adapter("default")
+    before = {n: p.detach().bfloat16() for n, p in model.named_parameters() if not p.requires_grad}
+    model, optimizer = overspill.prepare(
+        model, optimizer, precision="bf16", place=PLACES["nvme"], nvme=tmp_path, micro_batches=RECIPE.micro_batches
+    )
+    engine = overspill.api._engine(model)
+    frozen = {i for i, u in enumerate(engine.units) if not any(p.trainable for p in u.spec.params)}
+    assert len(frozen) >= 3, "of every block, the base is a unit"
+    stored, run = [], engine.executor._run
+    engine.executor._run = lambda op: (stored.append(op.unit) if op.kind == Kind.STORE else None, run(op))[1]
+    CASES["llama"].train(model, optimizer)
+    assert stored and not frozen & set(stored)
+    after = model.state_dict()
+    assert differing({n: after[n] for n in before}, before) == []
+    overspill.export(model, tmp_path / "out")
+    overspill.export(model, tmp_path / "out")
+    exported = load_file(tmp_path / "out/adapter_model.safetensors")
+    masters = {n.replace(".default", ""): v for n, v in after.items() if "lora" in n and ".default" in n}
+    assert differing(exported, masters) == []
+    others = load_file(tmp_path / "out/other/adapter_model.safetensors")
+    assert others and all("k_proj" in n for n in others)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_layers_that_are_shared_are_exported_under_every_name(tmp_path: Path) -> None:
+    model = zoo.ZOO["llama"].build()
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    expected = weights(model)
+    model, _ = overspill.prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32")
+    overspill.export(model, tmp_path / "out")
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    assert differing(weights(loaded), expected) == []

@@ -291,6 +291,22 @@ def test_an_edited_weight_is_the_master() -> None:
         )
 
 
+@both
+def test_memory_that_was_handed_out_once_is_watched_as_long_as_it_is_held(precision: str) -> None:
+    model = small.build()
+    model, optimizer = overspill.prepare(model, adamw(model.parameters()), precision=precision)
+    p, stream = model.blocks[1].up.weight, small.batches()
+    held = p.data
+    for step in range(3):
+        (small.loss_of(model, next(stream)) * 1e-3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        overspill.settle(model)
+        held.fill_(0.3 * (step + 1))
+    assert torch.equal(model.state_dict()["blocks.1.up.weight"], held.float())
+    assert torch.equal(p.detach(), held)
+
+
 def test_gradients_count_as_fp32(tmp_path: Path) -> None:
     model, _ = prepared(tmp_path, "mixed")
     small.loss_of(model, next(small.batches())).backward()

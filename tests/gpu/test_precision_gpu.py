@@ -155,3 +155,51 @@ def test_a_model_on_meta_gets_its_weights_from_a_folder(tmp_path: Path) -> None:
     assert overspill.load(tmp_path / "saved", model, optimizer) == {"step": 6}
     overspill.export(model, tmp_path / "out")
     assert differing(weights(type(plain).from_pretrained(tmp_path / "out")), weights(plain)) == []
+
+
+@pytest.mark.parametrize("place", ["host", "mixed"])
+def test_masters_are_read_and_written_right_after_a_step(place: str, tmp_path: Path) -> None:
+    """While pages are on their way home, slowly."""
+
+    def run(settle: bool) -> dict[str, torch.Tensor]:
+        model = small.build()
+        model, optimizer = overspill.prepare(
+            model, adamw(model.parameters()), precision="bf16", place=PLACES[place], nvme=tmp_path
+        )
+        if not settle:
+            overspill.api._engine(model).executor.lanes.delays.update({Kind.STATE_STORE: 0.02})
+        stream = small.batches()
+        seen = {}
+        for step in range(3):
+            small.loss_of(model, next(stream)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if settle:
+                overspill.settle(model)
+            seen |= {f"{step} {n}": v for n, v in model.state_dict().items()}
+            with torch.no_grad():
+                model.blocks[0].up.weight.copy_(torch.full((1,), 0.1 * (step + 1)).expand_as(model.blocks[0].up.weight))
+        states = {f"{i} {k}": v for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
+        return seen | states | weights(model)
+
+    assert differing(run(settle=False), run(settle=True)) == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_loaded_checkpoint_steps_on(place: str, precision: str, tmp_path: Path) -> None:
+    found = []
+    for again in (False, True):
+        model = small.build()
+        model, optimizer = overspill.prepare(model, adamw(model.parameters()), precision=precision, place=PLACES[place])
+        stream = small.batches()
+        if again:
+            [next(stream) for _ in range(3)]
+            overspill.load(tmp_path / "saved", model, optimizer)
+        else:
+            train(model, optimizer, stream, Recipe(3, clip=1.0), small.loss_of)
+            overspill.save(tmp_path / "saved", model, optimizer)
+        losses = train(model, optimizer, stream, Recipe(3, clip=1.0), small.loss_of)
+        found.append((losses, weights(model)))
+    assert found[0][0] == found[1][0]
+    assert differing(found[0][1], found[1][1]) == []

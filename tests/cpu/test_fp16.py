@@ -1,0 +1,123 @@
+"""fp16: gradients are scaled inside of the model and nowhere else, whatever the loop does with it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import overspill
+from overspill.errors import StateError
+from tests.places import PLACES
+
+WIDTH = 6
+
+
+class Net(nn.Module):
+    def __init__(self, recompute: bool | None = None, norm: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor, *, deep: bool = False) -> Any:
+        for block in self.blocks:
+            x = block(x) if self.recompute is None else checkpoint(block, x, use_reentrant=self.recompute)
+        x = torch.tanh(self.norm(x))
+        return Holder(x) if deep else x
+
+
+class Holder:
+    """An output of a kind that nobody knows."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.inside = {"list": [x]}
+
+
+def net(**options: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(**options)
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def grads(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.float().clone() for p in model.parameters()]
+
+
+def prepared(nvme: Path, place: str = "device", **options: Any) -> Any:
+    model = net(**options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return overspill.prepare(model, optimizer, precision="fp16", place=PLACES[place], nvme=nvme)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Up to the rounding of fp16, which a missing or doubled scale of 65536 exceeds by far."""
+    return torch.allclose(a.float(), b.float(), rtol=0.05, atol=1e-3)
+
+
+CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "plain": ({}, lambda m, x: m(x).square().mean()),
+    "norm with statistics": ({"norm": True}, lambda m, x: m(x).square().mean()),
+    "recompute": ({"recompute": False}, lambda m, x: m(x).square().mean()),
+    "reentrant recompute": ({"recompute": True}, lambda m, x: m(x.requires_grad_()).square().mean()),
+    "fed its own output": ({}, lambda m, x: m(m(x)).square().mean()),
+    "two calls": ({}, lambda m, x: m(x).square().mean() + m(x + 1).abs().mean()),
+    "deep inside an output": ({}, lambda m, x: m(x, deep=True).inside["list"][0].square().mean()),
+}
+
+
+@pytest.mark.parametrize("place", ["device", "mixed"])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_unscaled(name: str, place: str, tmp_path: Path) -> None:
+    options, loss_of = CASES[name]
+    plain = net(**options)
+    loss_of(plain, inputs()).backward()
+    model, optimizer = prepared(tmp_path, place, **options)
+    loss_of(model, inputs()).backward()
+    assert all(map(close, grads(model), grads(plain)))
+    optimizer.step()
+    assert optimizer.report()["skipped"] == 0
+    after = model.state_dict()
+    for name, p in plain.named_parameters():
+        assert close(after[name], p.detach() - 0.1 * p.grad)
+
+
+def test_gradients_of_inputs_are_unscaled(tmp_path: Path) -> None:
+    x, y = inputs().requires_grad_(), inputs().requires_grad_()
+    net()(x).square().mean().backward()
+    prepared(tmp_path)[0](y).square().mean().backward()
+    assert close(y.grad, x.grad)
+
+
+def test_autograd_grad_is_unscaled(tmp_path: Path) -> None:
+    plain, (model, _) = net(), prepared(tmp_path)
+    expected = torch.autograd.grad(plain(inputs()).square().mean(), list(plain.parameters()))
+    found = torch.autograd.grad(model(inputs()).square().mean(), list(model.parameters()))
+    assert all(map(close, found, expected))
+
+
+def test_gradients_from_before_count_as_they_are(tmp_path: Path) -> None:
+    model = net()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.5)
+    plain = net()
+    plain(inputs()).square().mean().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _ = overspill.prepare(model, optimizer, precision="fp16")
+    model(inputs()).square().mean().backward()
+    assert all(close(a, b + 0.5) for a, b in zip(grads(model), grads(plain), strict=True))
+
+
+def test_what_would_be_scaled_is_refused(tmp_path: Path) -> None:
+    model, _ = prepared(tmp_path)
+    model.blocks[0].weight.grad = torch.zeros(WIDTH, WIDTH, dtype=torch.float16)
+    with pytest.raises(StateError, match=r"leave p\.grad to overspill"):
+        model(inputs()).square().mean().backward()
+    model, _ = prepared(tmp_path)
+    with pytest.raises(StateError, match="or a graph"):
+        model(inputs()).square().mean().backward(create_graph=True)
