@@ -65,7 +65,7 @@ class OwnStates:
         offset, known = part.region, {}
         for key, value in state.items():
             known[key] = value
-            if not isinstance(value, Tensor) or value.numel() <= SMALL:
+            if not _large(value):
                 continue
             field = Field(offset, tuple(value.shape), dense_stride(value.shape, value.stride()), value.dtype)
             offset += align(value.nbytes)
@@ -97,23 +97,28 @@ class OwnStates:
 
     def write(self, unit: int, values: Mapping[int, Mapping[str, Any]]) -> None:
         """Replace the states of a unit's parameters (index -> state); an empty state forgets it."""
-        for param, state in values.items():
-            # What is frozen has no place in a page, but may have a state from before.
-            self._known[unit, param] = {k: _on(self._pages.device, v) for k, v in state.items()}
+        # What is frozen has no place in a page, but may have a state from before.
+        self._known |= {(unit, param): dict(state) for param, state in values.items()}
         for i, page in enumerate(self._pages.model.units[unit].pages):
             elsewhere = self._pages.home(unit, i) is not None
             memory = self._pages.read(unit, i) if elsewhere else None
             for part in page.parts:
-                if memory is None:
-                    self._known.setdefault((unit, part.param), {})
-                else:
-                    self._keep(unit, part, values.get(part.param, {}), memory)
+                given = values.get(part.param, {})
+                state = {k: v if elsewhere and _large(v) else _on(self._pages.device, k, v) for k, v in given.items()}
+                self._known[unit, part.param] = state
+                if memory is not None:
+                    self._keep(unit, part, state, memory)
             if memory is not None:
                 self._pages.write(unit, i, memory)
 
 
-def _on(device: torch.device, value: Any) -> Any:
-    return value.to(device) if isinstance(value, Tensor) and value.numel() > SMALL else value
+def _large(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() > SMALL
+
+
+def _on(device: torch.device, key: str, value: Any) -> Any:
+    """torch's rule for states that are loaded: on the parameter's device, but a step count stays where it is."""
+    return value.to(device) if isinstance(value, Tensor) and key != "step" else value
 
 
 def _outlined(value: Any) -> Any:
