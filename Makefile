@@ -4,6 +4,7 @@ VENV ?= .venv
 GPU_PYTHON ?= python3
 # Test processes side by side; each computes on one thread, because the models of the tests are small.
 WORKERS ?= 2
+ROUNDS ?= 20
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
@@ -13,7 +14,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test test-all test-gpu lint format clean
+.PHONY: help demo test test-all test-gpu soak lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -31,6 +32,10 @@ test-all: $(VENV)/.stamp-test  ## also the long tests
 # For a machine that is offline and has torch and pytest in its own Python: nothing is installed.
 test-gpu:  ## the tests that need cuda, with GPU_PYTHON
 	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu
+
+soak: $(VENV)/.stamp-test  ## kills and resumes, over and over: ROUNDS times
+	for round in $$(seq $(ROUNDS)); do OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/cpu/test_crash.py \
+		tests/cpu/test_resume.py tests/cpu/test_checkpoint_folder.py || exit 1; done
 
 lint: $(VENV)/.stamp-dev  ## ruff, mypy, codespell
 	$(BIN)/ruff check .
