@@ -220,9 +220,6 @@ def _may_alias(result: Any, tensors: list[Tensor], closed: list[Closed]) -> bool
 
 def _assign(p: nn.Parameter, value: Tensor) -> None:
     """`p.data = value`: the parameter keeps its place and takes the value."""
-    if _only_cast(p, value):
-        _say_once("a prepared parameter keeps its dtype: module.to(%s) leaves it %s", value.dtype, p.dtype)
-        return
     if not isinstance(value, Tensor) or value.shape != p.shape or value.dtype != p.dtype or value.device != p.device:
         found = f"{value.dtype} {tuple(value.shape)} on {value.device}" if isinstance(value, Tensor) else type(value)
         raise ModelError(
@@ -314,6 +311,9 @@ class Open(Prepared):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if _only_cast(self, value):
+            _say_once("a prepared parameter keeps its dtype: module.to(%s) leaves it %s", value.dtype, self.dtype)
+            return
         _touch(self)
         _assign(self, value)
 

@@ -16,7 +16,7 @@ from tests.zoo import ALL, ZOO, Architecture, loss_of
 
 STEPS, MICRO_BATCHES = 20, 3
 REPRESENTATIVES = ["gpt2", "llama", "qwen2", "bert", "albert", "t5", "bart", "vit", "swin"]
-REPRESENTATIVES += ["wav2vec2", "whisper", "mixtral", "deepseek_v3", "mamba", "jamba", "clip", "qwen2_vl"]
+REPRESENTATIVES += ["wav2vec2", "whisper", "dbrx", "deepseek_v3", "rwkv", "jamba", "clip", "qwen2_vl"]
 FAMILIES = ["decoder", "encoder", "encoder-decoder", "vision", "audio", "moe", "state-space", "multimodal"]
 
 
@@ -70,7 +70,7 @@ def test_a_mixed_placement_gives_the_bits_of_the_plain_loop(name: str, tmp_path:
     check(name, *prepare_tight(*built(name), PLACES["mixed"], tmp_path))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "wav2vec2"])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "wav2vec2"])
 def test_a_solved_plan_with_weights_on_every_tier_gives_the_bits_of_the_plain_loop(name: str, tmp_path: Path) -> None:
     model, optimizer = built(name)
     check(name, *overspill.prepare(model, optimizer, **mixed_budgets(model, optimizer, tmp_path)))

@@ -16,6 +16,7 @@ from tests.zoo import ALL, ZOO, loss_of
 
 RECIPE = Recipe(8, 2, clip=1.0)
 REPRESENTATIVES = ["gpt2", "t5", "resnet", "whisper", "mixtral", "mamba", "clip"]
+FEW = ["gpt2", "mixtral"]
 PRECISION = {"precision": "bf16", "micro_batches": RECIPE.micro_batches}
 
 every = pytest.mark.parametrize(
@@ -58,7 +59,9 @@ def test_forced_homes_give_the_same_bits(name: str, place: str, tmp_path: Path) 
     check(name, *prepare_tight(*built(name), PLACES[place], tmp_path, **PRECISION))
 
 
-@every
+@pytest.mark.parametrize(
+    "name", [*FEW, *(pytest.param(a.name, marks=pytest.mark.full) for a in ALL if a.name not in FEW)]
+)
 def test_a_solved_plan_with_weights_on_every_tier_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     model, optimizer = built(name)
     check(name, *overspill.prepare(model, optimizer, **mixed_budgets(model, optimizer, tmp_path, **PRECISION)))
