@@ -5,10 +5,10 @@ before its last use. So when the outermost call of a unit ends, the autograd gra
 every node that nobody claimed yet gets a pre-hook that asks for the unit. Units whose weights never leave the device
 need none of this. Autograd numbers its nodes: those from the call's first number on are the call's own, wherever its
 inputs came from. Where fewer were found than were numbered, some hang on other tensors than the outputs, as an
-auxiliary loss kept on a module or keys and values in a cache: then those are looked at too. If some are still missing,
-they are dead (most often), or hang on a tensor that was put anywhere: then all tensors that Python knows of are looked
-at, which is dear, so a module for which that found nothing LOOKS times is not looked at like this again. What is missed
-even so is refused in backward (runtime/weights.py, Note [Versions of what is away]).
+auxiliary loss kept on a module or keys and values in a cache: then those are looked at too. If some are still
+missing, they are dead (most often), or hang on a tensor that was put anywhere: then all tensors that Python knows of
+are looked at, which is dear, so a kind of module for which that found nothing LOOKS times is not looked at like this
+again. What is missed even so is refused in backward (runtime/weights.py, Note [Versions of what is away]).
 
 Hook objects are copied and pickled as do-nothing hooks, so that a copied or saved model is an ordinary one.
 """
@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import gc
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MethodType
@@ -101,8 +102,9 @@ def _nothing(*args: Any, **kwargs: Any) -> None: ...
 def install(model: nn.Module, layout: Layout, listeners: Listeners) -> list[Any]:
     """Hook up a model; returns the handles that remove the hooks."""
     handles: list[Any] = []
+    looks: Counter[type] = Counter()
     for call in layout.calls:
-        handles += _on_call(call.module, call.units, listeners.calls)
+        handles += _on_call(call.module, call.units, listeners.calls, looks)
         handles += _on_mixed_inputs(call.module)
     # The root's own come last, so that its begin is first (it is put before the others) and its end is last.
     handles += _on_root(model, listeners.root)
@@ -130,10 +132,9 @@ def _on_root(model: nn.Module, listener: Root) -> list[Any]:
     ]
 
 
-def _on_call(module: nn.Module, units: tuple[int, ...], listener: Calls) -> list[Any]:
+def _on_call(module: nn.Module, units: tuple[int, ...], listener: Calls, looks: Counter[type]) -> list[Any]:
     first: list[int | None] = []
     """The number of the first node of each running call; None where the call could not begin."""
-    looks = [True] * LOOKS
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
         first.append(None)
@@ -150,13 +151,13 @@ def _on_call(module: nn.Module, units: tuple[int, ...], listener: Calls) -> list
             return
         recompute = torch._C._current_graph_task_id() != -1
         found = claim(ended, begin, (output, args, kwargs, list(_kept(module))), listener)
-        if found < made and not recompute and looks:
+        if found < made and not recompute and looks[type(module)] < LOOKS:
             strays = list(_strays(begin))
             claim(ended, begin, strays, listener)
             if strays:
                 _say_once(f"{type(module).__name__} leaves tensors where only a search finds them; return them: faster")
             else:
-                looks.pop()
+                looks[type(module)] += 1
 
     return [
         module.register_forward_pre_hook(Hook(enter), prepend=True),
