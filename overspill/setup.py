@@ -41,6 +41,8 @@ log = logging.getLogger("overspill")
 
 HOMES: tuple[TierName, ...] = ("host", "nvme")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MOST_PAGES = 1000
+"""With more pages than this, smaller ones would save next to nothing, and take minutes to plan."""
 STAGING = 2**20
 """Of the disk room that is taken beyond the plan."""
 AUTO_SHARE = {"cuda": (0.92, 0.8), "cpu": (0.4, 0.4)}
@@ -194,6 +196,8 @@ def make_plan(
             return laid_out, solve(request)
         except BudgetError as error:
             refused = error
+        if sum(len(unit.pages) for unit in laid_out.spec.units) > MOST_PAGES:
+            break
     assert refused is not None, "there is at least one page size"
     raise refused
 

@@ -51,10 +51,10 @@ class Masters:
 
     # --- from outside, while no update of the unit is pending
 
-    def read(self, place: Place, device: torch.device | str = "cpu") -> Tensor:
-        """A copy of a parameter's masters: fp32, of its shape."""
+    def read(self, place: Place) -> Tensor:
+        """A copy of a parameter's masters: fp32, of its shape, in host memory."""
         spec = self._units[place[0]].spec.params[place[1]]
-        out = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32, device=device)
+        out = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32)
         flat = as_flat(out)
         for begin, piece in self.pieces(place):
             flat[begin : begin + piece.numel()].copy_(piece)
