@@ -30,3 +30,7 @@ class ModelError(OverspillError):
 
 class UnknownOptionError(OptionError, TypeError):
     """A keyword that does not exist; a TypeError too, as Python's own would be."""
+
+
+class RankError(OverspillError):
+    """A rank died, left, never came, or went another way than the others."""
