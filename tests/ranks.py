@@ -1,17 +1,22 @@
 """Runs a function in several fresh processes that see the environment of torchrun.
 
+The processes are forks of one that has imported torch and the test file and done nothing else, on one thread.
+
 `run` gives the results; `run_raw` gives exit codes and outputs, for ranks that are meant to die. The function must be
 importable (at the top of a test file), and so must be what it is given and what it returns: both are pickled by torch.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -61,35 +66,34 @@ def _processes(function: Callable[..., Any], size: int, args: Any, folder: Path,
     torch.save(args, folder / "args")
     source = sys.modules[function.__module__].__file__
     command = [sys.executable, "-m", "tests.ranks", str(source), function.__qualname__, str(folder)]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "PYTHONPATH": str(ROOT)}
-    running: list[subprocess.Popen[bytes]] = []
-    begin = time.monotonic()
-    seconds = [timeout] * size
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    environment |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "PYTHONPATH": str(ROOT)}
+    with open(folder / "leader", "wb") as output:
+        leader = subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdout=output, stderr=output, start_new_session=True
+        )
     try:
-        for rank in range(size):
-            environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with open(folder / f"out{rank}", "wb") as out, open(folder / f"err{rank}", "wb") as err:
-                running.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=out, stderr=err))
-        while time.monotonic() < begin + timeout and any(process.poll() is None for process in running):
-            for rank, process in enumerate(running):
-                if process.poll() is not None:
-                    seconds[rank] = min(seconds[rank], time.monotonic() - begin)
-            time.sleep(0.02)
-        codes = [process.poll() for process in running]
+        leader.wait(timeout)
+    except subprocess.TimeoutExpired:
+        pass
     finally:
-        for process in running:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-            process.wait()
-    texts = [
-        [(folder / f"{kind}{rank}").read_text(errors="replace") for kind in ("out", "err")] for rank in range(size)
-    ]
-    return [Ended(codes[rank], *texts[rank], min(seconds[rank], time.monotonic() - begin)) for rank in range(size)]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader.pid, signal.SIGKILL)
+        leader.wait()
+    return [_ended(folder, rank, timeout) for rank in range(size)]
 
 
-def _main() -> None:
-    """In the process of a rank: load the test file under its path, call the function, keep the result."""
+def _ended(folder: Path, rank: int, timeout: float) -> Ended:
+    def text(name: str) -> str:
+        path = folder / name
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    code, seconds = json.loads(text(f"end{rank}") or f"[null, {timeout}]")
+    return Ended(code, text(f"out{rank}"), text(f"err{rank}") or text("leader"), seconds)
+
+
+def _lead() -> None:
+    """In a process of its own: import once, which takes longest, then become the parent of all ranks."""
     source, name, folder = sys.argv[1:]
     torch.set_num_threads(1)
     # Under its dotted name, so that what was pickled in the test's process is found again.
@@ -100,10 +104,30 @@ def _main() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[dotted] = module
     spec.loader.exec_module(module)
-    args = torch.load(Path(folder) / "args", weights_only=False)
-    result = getattr(module, name)(*args)
-    torch.save(result, Path(folder) / f"result{os.environ['RANK']}")
+    assert threading.active_count() == 1 and not torch.cuda.is_initialized(), "a process with threads cannot be forked"
+    begin = time.monotonic()
+    ranks: dict[int, int] = {}
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        pid = os.fork()
+        if pid == 0:
+            _follow(rank, getattr(module, name), Path(folder))
+            return  # and ends as any script does
+        ranks[pid] = rank
+    while ranks:
+        pid, status = os.wait()
+        end = json.dumps([os.waitstatus_to_exitcode(status), time.monotonic() - begin])
+        (Path(folder) / f"end{ranks.pop(pid)}").write_text(end)
+
+
+def _follow(rank: int, function: Callable[..., Any], folder: Path) -> None:
+    """In the process of a rank: call the function, keep the result."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    for number, name in ((1, "out"), (2, "err")):
+        with open(folder / f"{name}{rank}", "wb") as file:
+            os.dup2(file.fileno(), number)
+    args = torch.load(folder / "args", weights_only=False)
+    torch.save(function(*args), folder / f"result{rank}")
 
 
 if __name__ == "__main__":
-    _main()
+    _lead()

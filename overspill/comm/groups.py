@@ -50,9 +50,9 @@ class GlooGroup:
         if whole.device.type != "cpu":
             host = torch.empty(whole.shape, dtype=whole.dtype)
             host[mine].copy_(whole[mine])
-        pieces = _pieces(host.view(torch.uint8), [bound * whole.itemsize for bound in bounds])
+        pieces = _pieces(_bytes(host), [bound * whole.itemsize for bound in bounds])
         if is_even(bounds):
-            works = [self._group._allgather_base(host.view(torch.uint8), pieces[self.rank])]
+            works = [self._group._allgather_base(_bytes(host), pieces[self.rank])]
         else:
             works = [self._send(piece, root) for root, piece in enumerate(pieces) if piece.numel()]
         self._finish(works, "gather", whole)
@@ -65,14 +65,14 @@ class GlooGroup:
         lengths = [(end - begin) * whole.itemsize for begin, end in pairwise(bounds)]
         length = lengths[self.rank]
         all_mine = torch.empty(length * self.size, dtype=torch.uint8)
-        work = self._group.alltoall_base(all_mine, host.view(torch.uint8), [length] * self.size, lengths)
+        work = self._group.alltoall_base(all_mine, _bytes(host), [length] * self.size, lengths)
         self._finish([work], "reduction", whole)
         return add_in_order(all_mine.view(whole.dtype).view(self.size, -1)).to(whole.device)
 
     def broadcast(self, whole: Tensor, root: int) -> None:
         host = whole.cpu()
         if whole.numel():
-            self._finish([self._send(host.view(torch.uint8), root)], "broadcast", whole)
+            self._finish([self._send(_bytes(host), root)], "broadcast", whole)
         if host is not whole and self.rank != root:
             whole.copy_(host)
 
@@ -98,7 +98,7 @@ class NcclGroup:
         self._last: Any = None
 
     def gather(self, whole: Tensor, bounds: Sequence[int]) -> None:
-        data = whole.view(torch.uint8)
+        data = _bytes(whole)
         pieces = _pieces(data, [bound * whole.itemsize for bound in bounds])
         if is_even(bounds):
             self._finish(self._group._allgather_base(data, pieces[self.rank]))
@@ -122,7 +122,7 @@ class NcclGroup:
 
     def broadcast(self, whole: Tensor, root: int) -> None:
         if whole.numel():
-            self._send(whole.view(torch.uint8), root)
+            self._send(_bytes(whole), root)
 
     def pending(self) -> bool:
         """Whether the last collective has not ended yet."""
@@ -171,3 +171,8 @@ def _pieces(whole: Tensor, bounds: Sequence[int]) -> list[Tensor]:
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    # With one element or none, a tensor is contiguous whatever its stride, but can only be viewed with stride 1.
+    return tensor.as_strided(tensor.shape, (1,)).view(torch.uint8)

@@ -38,7 +38,8 @@ def wholes(size: int, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
         if dtype.is_complex:
             found.append(torch.view_as_complex(values).to(dtype))
         else:
-            found.append(values[:, 0].abs().to(dtype) if dtype == torch.uint8 else values[:, 0].to(dtype))
+            reals = values[:, 0].contiguous()
+            found.append((reals.abs() if dtype == torch.uint8 else reals).to(dtype))
     return found
 
 
