@@ -1,6 +1,7 @@
 """Finds the other ranks and makes the groups."""
 
 import atexit
+import ctypes
 import itertools
 import logging
 import os
@@ -63,6 +64,9 @@ class _Connection:
     def __init__(self, store: Any, seat: Seat, size: int) -> None:
         self._seat = seat
         self._size = size
+        self._pid = os.getpid()
+        self._nccls: list[NcclGroup] = []
+        self._groups: list[Any] = []
         ranks = seat.world_ranks
         _made[ranks] += 1
         # A connection of its own: a client does one thing at a time, and torch's own may wait for long.
@@ -82,7 +86,8 @@ class _Connection:
         replicate = make(f"replicate {rank}", row, replicas) if replicas > 1 else None
         totals = self._gloo(f"totals {row}", rank, self._size)
         control = self._raw_gloo("control", self._seat.place, len(self._seat.world_ranks))
-        self._patrol([group for group in (shard, replicate) if isinstance(group, NcclGroup)])
+        if self._nccls:
+            pulse.patrol = self._patrol
         groups = Groups(shard, replicate, totals, control)
         comm = Comm(self._seat, self._size, groups, watch, self._hang_up)
         comm.locals = comm.exchange(node()).count(node())
@@ -98,37 +103,43 @@ class _Connection:
             group = _torch.ProcessGroupGloo(_torch.PrefixStore(name, self._store), rank, size, wait)
         except RuntimeError as error:
             raise self._watch.broken(error, "the making of groups") from error
-        return self._watch.adopt(group)
+        self._groups.append(group)
+        return group
 
     def _nccl(self, name: str, rank: int, size: int) -> Group:
         options = _torch.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self._watch.timeout + _LATER)
         group = _torch.ProcessGroupNCCL(_torch.PrefixStore(name, self._store), rank, size, options)
-        return NcclGroup(self._watch.adopt(group), self._watch)
+        self._groups.append(group)
+        self._nccls.append(NcclGroup(group, self._watch))
+        return self._nccls[-1]
 
-    def _patrol(self, groups: list[NcclGroup]) -> None:
+    def _patrol(self) -> None:
         """Nobody waits for nccl on the host: the thread of the pulse looks after it, once a second."""
-
-        def patrol() -> None:
-            if groups and self._watch.patrol(lambda: any(group.pending() for group in groups)):
-                while groups:
-                    groups.pop().abort()
-
-        if groups:
-            self._pulse.patrol = patrol
+        if self._watch.patrol(lambda: any(group.pending() for group in self._nccls)):
+            while self._nccls:
+                self._nccls.pop().abort()
 
     def _hang_up(self) -> None:
-        self._watch.leave("it closed its model")
         atexit.unregister(self._at_exit)
         # Who keeps the store stays until the end of the process anyway.
-        self._pulse.stop(linger=False)
-        self._watch.let_go()
+        self._end("it closed its model", linger=False)
 
     def _at_exit(self) -> None:
-        self._watch.leave(ending())
-        keeps = self._seat.keeper == self._seat.world_ranks[self._seat.place]
-        self._pulse.stop(linger=keeps)
-        self._watch.let_go()
+        self._end(ending(), linger=self._seat.keeper == self._seat.world_ranks[self._seat.place])
+
+    def _end(self, reason: str, linger: bool) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child has neither the threads nor a say
+        self._watch.leave(reason)
+        self._pulse.stop(linger)
+        while self._nccls:
+            self._nccls.pop().close()
+        if self._watch.failed is not None:
+            # Kept for ever: their threads may still wait for the dead, and whoever frees a group waits for them.
+            for group in self._groups:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self._groups.clear()
 
 
 def _initialise(device: torch.device) -> None:

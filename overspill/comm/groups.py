@@ -132,6 +132,13 @@ class NcclGroup:
         """End what is pending; its results are void, and the watch lets nobody use them."""
         self._group.abort()
 
+    def close(self) -> None:
+        """Give it back; whoever is left alone in a collective does not wait for its end."""
+        if self._watch.failed is not None or self.pending():
+            self._group.abort()
+        else:
+            self._group.shutdown()
+
     def _send(self, data: Tensor, root: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = root

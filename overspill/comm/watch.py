@@ -1,7 +1,6 @@
 """Waits for collectives, and finds out who is to blame when one fails or does not end; see Note [signs of life]."""
 
 import contextlib
-import ctypes
 import json
 import logging
 import threading
@@ -34,18 +33,12 @@ class Watch:
         self._pulse = pulse
         self._seat = seat
         self._witness = Witness(pulse, seat)
-        self._groups: list[Any] = []
         self._lock = threading.Lock()
 
     @property
     def where(self) -> str:
         """The last meeting of this rank."""
         return self._pulse.where
-
-    def adopt(self, group: Any) -> Any:
-        """A process group whose works are waited for here; returned as it is."""
-        self._groups.append(group)
-        return group
 
     def arrive(self) -> None:
         """Wait until everyone has posted a beat, so that making groups takes no time, and that all can be named."""
@@ -125,13 +118,6 @@ class Watch:
     def leave(self, reason: str) -> None:
         """Tell the others why this rank takes part no more."""
         self._pulse.leave(reason)
-
-    def let_go(self) -> None:
-        """Drop the groups. After a failure they are kept for ever: their threads may wait, and would be waited for."""
-        if self.failed is not None:
-            for group in self._groups:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        self._groups.clear()
 
     def _wait_long(self, work: Any, what: What) -> bool:
         begin = time.monotonic()
