@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill import saving
+from overspill.comm import connect
 from overspill.config import NvmeOption, Size, options
 from overspill.errors import OptionError, OverspillError, StateError
 from overspill.plan.plan import Plan
@@ -19,7 +20,7 @@ from overspill.runtime.building import building
 from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine
 from overspill.runtime.optimizer import SpilledOptimizer, read_state
-from overspill.setup import build_engine, check_trainable, compute_device, make_plan, say_what_is_cast
+from overspill.setup import Ground, build_engine, check_trainable, compute_device, make_plan, say_what_is_cast
 
 __all__ = [
     "Plan",
@@ -74,11 +75,17 @@ def prepare(
     given = {k: v for k, v in locals().items() if k not in ("model", "optimizer", "unknown")}
     chosen = options({**given, **unknown})
     check_trainable(model, optimizer, chosen)
-    device = compute_device(model)
-    laid_out, made = make_plan(model, optimizer, chosen, device)
-    log.info("%s", made)
-    say_what_is_cast(model, chosen)
-    engine = build_engine(model, optimizer, (laid_out, made), (chosen, device))
+    comm = connect(chosen.mesh, compute_device(model))
+    ground = Ground(compute_device(model), comm=comm)
+    try:
+        laid_out, made = make_plan(model, optimizer, chosen, ground)
+        log.info("%s", made)
+        say_what_is_cast(model, chosen)
+        engine = build_engine(model, optimizer, (laid_out, made), (chosen, ground))
+    except BaseException:
+        if comm is not None:
+            comm.close()
+        raise
     try:
         prepared = SpilledOptimizer(optimizer, engine, lambda: _report(engine, made))
     except OverspillError:
@@ -101,11 +108,11 @@ def plan(
 
     `machine` stands in for this one: {"device": bytes, "host": bytes}; the "auto" budgets are shares of it.
     """
-    if world != 1:
-        raise OptionError(f"expected world=1, found {world!r}; several processes are not in this version yet")
+    if not isinstance(world, int) or isinstance(world, bool) or world < 1:
+        raise OptionError(f"expected world= as the number of processes, from 1, found {world!r}")
     chosen = options(keywords)
     check_trainable(model, optimizer, chosen)
-    return make_plan(model, optimizer, chosen, compute_device(model), machine)[1]
+    return make_plan(model, optimizer, chosen, Ground(compute_device(model), machine, None, world))[1]
 
 
 def full(model: nn.Module) -> AbstractContextManager[None]:
@@ -172,7 +179,8 @@ def trace(model: nn.Module, path: str | PathLike[str]) -> Iterator[None]:
 
 
 class _NoSync:
-    """`model.no_sync`, as in DistributedDataParallel; with one process there is nothing to hold back.
+    """`model.no_sync`, as in DistributedDataParallel: at stages 0 and 1 gradients are held on their rank until a
+    backward pass outside of it. At 2 and 3 there is no room for that, and with one process nothing to hold back.
 
     It also keeps the optimizer, whose states `close` gives back, as long as the model. A copied model is a plain one.
     """
@@ -181,7 +189,8 @@ class _NoSync:
         self._keeps = prepared
 
     def __call__(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        rounds = self._keeps.engine.rounds if self._keeps is not None else None
+        return nullcontext() if rounds is None else rounds.no_sync()
 
     def __reduce__(self) -> Any:
         return _NoSync, (None,)

@@ -21,18 +21,16 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("bf16", "fp16", "fp32"),
     "states": ("exact",),
     "update": ("lazy",),
-    "zero": ("auto", 0),
+    "zero": ("auto", 0, 1, 2, 3),
     "activations": ("keep",),
     "kernels": ("auto", "torch"),
     "separable": (None, True, False),
-    "mesh": (None,),
 }
 """What this version can do."""
 
 LATER: dict[str, tuple[Any, ...]] = {
     "states": ("bf16", "compact"),
     "update": ("eager", "delayed"),
-    "zero": (1, 2, 3),
     "activations": ("recompute", "offload", "auto"),
 }
 """What belongs to the design and is refused until it works."""
@@ -84,7 +82,7 @@ def options(given: Mapping[str, Any]) -> Options:
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if any(value is a or (type(value) is type(a) and value == a) for a in allowed):
         return
-    if value in LATER.get(name, ()) or (name == "mesh" and value is not None):
+    if value in LATER.get(name, ()):
         raise OptionError(f"expected {name}= to be one of {allowed}, found {value!r}, which is not there yet")
     raise OptionError(f"expected {name}= to be one of {allowed}, found {value!r}")
 

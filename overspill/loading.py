@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from overspill.checkpoint.naming import Recipe, recipes
 from overspill.checkpoint.tensorfile import Entry, Reader, entries_of
+from overspill.comm import Comm
 from overspill.errors import ModelError
-from overspill.runtime.adopt import OwnValues, Source
+from overspill.kernels.masters import fingerprint
+from overspill.runtime.adopt import PIECE, OwnValues, Source
 from overspill.runtime.building import builder_of, read_built
 from overspill.runtime.generation import as_flat
 from overspill.specs import ParamSpec
@@ -19,16 +21,99 @@ from overspill.units.initial import Initialiser, materialise_buffers
 
 log = logging.getLogger("overspill")
 
+DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 Named = Sequence[tuple[ParamSpec, nn.Parameter]]
 
 
-def source_of(model: nn.Module, weights: str | PathLike[str] | None, device: torch.device) -> Source:
-    """What fills this model: the folder, its initialisers where it is on the meta device, or its own values. Buffers
-    on the meta device get their values here."""
+def source_of(
+    model: nn.Module, weights: str | PathLike[str] | None, device: torch.device, comm: Comm | None = None
+) -> Source:
+    """What fills this model: the folder, its initialisers where it is on the meta device, or its own values; over ranks
+    the same on all of them. Buffers on the meta device get their values here."""
     source: Folder | Values = Values(model) if weights is None else Folder(model, weights)
+    holds = comm is None or _holds(model, weights, comm)
     if weights is not None or any(buffer.is_meta for buffer in model.buffers()):
-        materialise_buffers(model, device, source.buffers())
-    return source
+        materialise_buffers(model, device, source.buffers() if holds else {})
+    if comm is None:
+        return source
+    for buffer in model.buffers():
+        buffer.data = _broadcast(buffer.data, device, comm)
+    return SameValues(source, holds, device, comm)
+
+
+def _holds(model: nn.Module, weights: str | PathLike[str] | None, comm: Comm) -> bool:
+    """Whether this rank knows the values of the weights: those of a folder are read by the first rank only."""
+    if weights is not None:
+        return comm.place == 0
+    on_meta = comm.exchange(any(p.is_meta for p in model.parameters()))
+    if on_meta[0] and not all(on_meta):
+        raise ModelError(
+            f"expected the model's weights on all ranks, on the first, or on none (all on the meta device), found them "
+            f"on ranks {[r for r, meta in zip(comm.world_ranks, on_meta, strict=True) if not meta]} only; build the "
+            "model with its weights on the first rank"
+        )
+    return all(on_meta) or not on_meta[comm.place]
+
+
+def _broadcast(value: Tensor, device: torch.device, comm: Comm) -> Tensor:
+    """The first rank's, on the value's own device."""
+    there = value.to(device).contiguous()
+    comm.broadcast(
+        there.view(-1) if there.is_floating_point() or there.dtype != torch.bool else there.view(torch.uint8)
+    )
+    return there.view(value.shape).to(value.device)
+
+
+class SameValues:
+    """Makes all ranks start from the same values: those of the first, where they are not equal, or not there."""
+
+    def __init__(self, source: Source, holds: bool, device: torch.device, comm: Comm) -> None:
+        self._source = source
+        self._holds = holds
+        self._device = device
+        self._comm = comm
+        self._equal = True
+        self._told = False
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def begin(self, params: Named) -> None:
+        if self._holds:
+            self._source.begin(params)
+        told = self._comm.exchange(self._holds)
+        mine = [self._print(spec, p, all(told)) for spec, p in params] if self._holds else None
+        heard = self._comm.exchange(mine)
+        self._equal = all(each == heard[0] for each in heard)
+        self._dtypes = {spec.name: DTYPES[kind] for (spec, _), (kind, *_) in zip(params, heard[0], strict=True)}
+        if not self._equal and not self._told and all(each is not None for each in heard):
+            self._told = True
+            log.warning("the weights differ from rank to rank: those of rank %d are taken", self._comm.world_ranks[0])
+
+    def _print(self, spec: ParamSpec, p: nn.Parameter, compared: bool) -> list[Any]:
+        """The dtype of a parameter's values and, if all ranks have some, what changes if any of them does."""
+        kind, found = str(self._source.read(spec, p, 0, 0).dtype), torch.zeros(2, dtype=torch.int64)
+        for begin in range(0, spec.numel if compared and self._comm.ranks > 1 else 0, PIECE):
+            value = self._source.read(spec, p, begin, min(begin + PIECE, spec.numel)).contiguous()
+            found += fingerprint(_halves(value)).cpu() * (begin + 1)
+        return [kind, *found.tolist()]
+
+    def read(self, spec: ParamSpec, p: nn.Parameter, begin: int, end: int) -> Tensor:
+        if self._equal:
+            return self._source.read(spec, p, begin, end)
+        value = torch.empty(end - begin, dtype=self._dtypes[spec.name], device=self._device)
+        if self._holds:
+            value.copy_(self._source.read(spec, p, begin, end))
+        self._comm.broadcast(value)
+        return value
+
+    def end(self, params: Named) -> None:
+        if self._holds:
+            self._source.end(params)
+
+
+def _halves(value: Tensor) -> Tensor:
+    """Any values as 16-bit ones, for a fingerprint."""
+    wide = value.to(torch.int16) if value.element_size() == 1 else value
+    return wide.view(torch.int16)
 
 
 class Values:

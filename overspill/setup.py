@@ -4,25 +4,28 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from overspill.comm import Comm
 from overspill.config import Options, parse_nvme, parse_size
-from overspill.errors import BudgetError, ModelError, OptionError, StateError, TierError
+from overspill.errors import BudgetError, ModelError, OptionError, OverspillError, StateError, TierError
 from overspill.kernels.masters import KEPT
 from overspill.kernels.reference import Rule, rule_of
 from overspill.loading import source_of
 from overspill.plan.plan import Plan
-from overspill.plan.solver import Request, page_sizes, solve
+from overspill.plan.solver import Request, finish, page_sizes, solve
 from overspill.runtime.building import builder_of, span_of
 from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine
 from overspill.runtime.optimizer import SpilledOptimizer
 from overspill.runtime.parts import Materials, Parts, Tiers, build
 from overspill.runtime.scaling import LossScale
-from overspill.specs import ROLES, Budget, StateFormat, TierName, human
+from overspill.specs import ROLES, Budget, Limits, Placement, Sharding, StateFormat, TierName, human
 from overspill.tiers import (
     HostTier,
     NullTier,
@@ -49,6 +52,10 @@ AUTO_SHARE = {"cuda": (0.92, 0.8), "cpu": (0.4, 0.4)}
 """What "auto" takes of the device and of the host; without a GPU both are the same memory."""
 
 _BY_ITSELF = "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD"
+ELEMENTWISE = {
+    getattr(torch.optim, n) for n in _BY_ITSELF.split() if n not in ("Adafactor", "Muon") and hasattr(torch.optim, n)
+}
+"""Those that treat every element by itself: ranks may own any elements. The others need whole parameters."""
 SEPARABLE = {getattr(torch.optim, name) for name in _BY_ITSELF.split() if hasattr(torch.optim, name)}
 """torch's optimizers that treat every parameter by itself."""
 
@@ -143,11 +150,34 @@ def update_rule(optimizer: torch.optim.Optimizer, chosen: Options) -> Rule | Non
     return rule_of(optimizer)
 
 
-def _forms(optimizer: torch.optim.Optimizer, chosen: Options) -> Forms:
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a plan is made for: a device, the machine around it, and the other ranks."""
+
+    device: torch.device
+    machine: Mapping[str, int] | None = None
+    """Stands in for this one."""
+    comm: Comm | None = None
+    world: int = 1
+    """How many ranks there would be, where there are none to ask."""
+
+    def sharding(self, zero: int, optimizer: torch.optim.Optimizer) -> Sharding:
+        whole = type(optimizer) not in ELEMENTWISE
+        if self.comm is None:
+            return Sharding(zero, 0, self.world, self.world > 1, whole)
+        return Sharding(zero, self.comm.rank, self.comm.size, True, whole)
+
+    @property
+    def locals(self) -> int:
+        """Ranks that share this machine's host memory and disks."""
+        return self.comm.locals if self.comm is not None else self.world
+
+
+def _forms(optimizer: torch.optim.Optimizer, chosen: Options, sharding: Sharding) -> Forms:
     dtype, rule = DTYPES[chosen.precision], update_rule(optimizer, chosen)
     wide = torch.float32 if chosen.micro_batches > 1 else None
     format = StateFormat(master=KEPT.get(dtype), fields=rule.fields if rule else None)
-    return Forms(weight=dtype, grad=wide, state=format, state_bytes=StateProbe(optimizer).bytes_of)
+    return Forms(dtype, wide, format, StateProbe(optimizer).bytes_of, sharding)
 
 
 def _dtypes(forms: Forms, chosen: Options) -> dict[str, str]:
@@ -166,15 +196,86 @@ def _dtypes(forms: Forms, chosen: Options) -> dict[str, str]:
 
 
 def make_plan(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    chosen: Options,
-    device: torch.device,
-    machine: Mapping[str, int] | None = None,
+    model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Options, ground: Ground
 ) -> tuple[Layout, Plan]:
-    """The plan that the options ask for, or a refusal that says what would work."""
-    budget = _budget(chosen, device, machine)
-    forms = _forms(optimizer, chosen)
+    """The plan that the options ask for, or a refusal that says what would work: the same on all ranks."""
+    budget = _budget(chosen, ground)
+    stages = _stages(chosen, ground)
+    refused: OverspillError | None = None
+    found: tuple[Layout, Plan] | None = None
+    for zero in stages:
+        try:
+            found = _plan_at(model, optimizer, chosen, (ground, budget, zero))
+        except OverspillError as error:
+            refused = error
+        if found is not None and (zero == stages[-1] or _enough(found[1])):
+            break
+        found = found if zero == stages[-1] else None
+    return _agreed(found, refused, model, (optimizer, chosen, ground, budget))
+
+
+def _stages(chosen: Options, ground: Ground) -> tuple[int, ...]:
+    """Those to try, in this order."""
+    if chosen.zero != "auto":
+        return (int(chosen.zero),)
+    if isinstance(chosen.place, Plan):
+        return (chosen.place.model.sharding.zero,)
+    alone = ground.comm is None and ground.world == 1
+    return (0,) if alone or (ground.comm is not None and ground.comm.size == 1) else (0, 1, 2, 3)
+
+
+def _enough(plan: Plan) -> bool:
+    """Whether "auto" stays with this stage: all is on the device; at stage 2 the weights are, which is all that a
+    higher one would add."""
+    roles = ROLES if plan.model.sharding.zero < 2 else ("weight",)
+    return all(p.of(role) == "device" for p in plan.placements for role in roles)
+
+
+def _agreed(
+    found: tuple[Layout, Plan] | None,
+    refused: OverspillError | None,
+    model: nn.Module,
+    asked: tuple[torch.optim.Optimizer, Options, Ground, Budget],
+) -> tuple[Layout, Plan]:
+    """The plan of all ranks: that of the first. Ranks own slightly different bytes, so each looks whether it fits."""
+    optimizer, chosen, ground, budget = asked
+    if ground.comm is not None:
+        mine = None if found is None else found[1]
+        told = {"refused": None if refused is None or mine else str(refused), "plan": mine and _outline(mine)}
+        heard = ground.comm.exchange(told)
+        for rank, each in zip(ground.comm.world_ranks, heard, strict=True):
+            if each["plan"] is None and found is not None:
+                raise BudgetError(f"expected a plan that fits on all ranks, found on rank {rank}: {each['refused']}")
+        if found is not None and any(each["plan"] != heard[0]["plan"] for each in heard):
+            place = [Placement(*homes) for homes in heard[0]["plan"]["homes"]]
+            zero, page = heard[0]["plan"]["zero"], heard[0]["plan"]["page"]
+            limits = Limits(**heard[0]["plan"]["limits"])
+            forms = _forms(optimizer, chosen, ground.sharding(zero, optimizer))
+            laid_out = lay_out(model, forms, page)
+            request = Request(laid_out.spec, budget, _dtypes(forms, chosen), page, chosen.micro_batches)
+            found = laid_out, finish(request, tuple(place), limits)
+    if found is None:
+        assert refused is not None, "there is a plan or a refusal"
+        raise refused
+    return found
+
+
+def _outline(plan: Plan) -> dict[str, Any]:
+    """What must be alike on all ranks."""
+    return {
+        "homes": [[p.weight, p.grad, p.state] for p in plan.placements],
+        "limits": dataclasses.asdict(plan.limits),
+        "page": plan.page_bytes,
+        "zero": plan.model.sharding.zero,
+    }
+
+
+def _plan_at(
+    model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Options, where: tuple[Ground, Budget, int]
+) -> tuple[Layout, Plan]:
+    ground, budget, zero = where
+    device = ground.device
+    forms = _forms(optimizer, chosen, ground.sharding(zero, optimizer))
     if isinstance(chosen.place, Plan):
         laid_out = lay_out(model, forms, chosen.place.page_bytes)
         if chosen.place.model != laid_out.spec:
@@ -216,7 +317,9 @@ def _within(made: Plan, budget: Budget, chosen: Options) -> Plan:
     return dataclasses.replace(made, budget=now)
 
 
-def _budget(chosen: Options, device: torch.device, machine: Mapping[str, int] | None) -> Budget:
+def _budget(chosen: Options, ground: Ground) -> Budget:
+    """Of this rank: its share of what the machine's ranks have together; the least of all ranks."""
+    device, machine = ground.device, ground.machine
     shares = dict(zip(("gpu", "host"), AUTO_SHARE[device.type], strict=True))
     there = dict(machine) if machine else {"device": device_available(device), "host": host_available()}
     sizes = {}
@@ -224,7 +327,13 @@ def _budget(chosen: Options, device: torch.device, machine: Mapping[str, int] | 
         value = getattr(chosen, name)
         sizes[tier] = int(shares[name] * there[tier]) if value == "auto" else parse_size(name, value, there[tier])
     room = sum(size if size is not None else int(0.95 * _free(path)) for path, size in parse_nvme(chosen.nvme))
-    return Budget(device=sizes["device"], host=sizes["host"], nvme=room)
+    if device.type == "cpu" and chosen.gpu == "auto":
+        # Without a GPU the device is memory that ranks share, too.
+        sizes["device"] //= ground.locals
+    found = (sizes["device"], sizes["host"] // ground.locals, room // ground.locals)
+    if ground.comm is not None:
+        found = tuple(min(each) for each in zip(*ground.comm.exchange(list(found)), strict=True))
+    return Budget(*found)
 
 
 def _free(path: Path) -> int:
@@ -237,18 +346,18 @@ def _free(path: Path) -> int:
 
 
 def build_engine(
-    model: nn.Module, optimizer: torch.optim.Optimizer, what: tuple[Layout, Plan], how: tuple[Options, torch.device]
+    model: nn.Module, optimizer: torch.optim.Optimizer, what: tuple[Layout, Plan], how: tuple[Options, Ground]
 ) -> Engine:
     """Allocate, adopt the weights, hook up. The model is not touched before all storage is there."""
-    (laid_out, made), (chosen, device) = what, how
+    (laid_out, made), (chosen, ground) = what, how
+    device, comm = ground.device, ground.comm
     paths, pin = parse_nvme(chosen.nvme), device.type == "cuda"
     share_one_heap(device)
     with ExitStack() as undo:
         tiers = _tiers(model, made, paths, pin, undo)
         extend = _Extend(made, paths, tiers, pin)
-        materials = Materials(
-            device, optimizer, update_rule(optimizer, chosen), source_of(model, chosen.weights, device), extend
-        )
+        source = source_of(model, chosen.weights, device, comm)
+        materials = Materials(device, optimizer, update_rule(optimizer, chosen), source, extend, comm)
         built = build(laid_out, made.program, tiers, materials)
         undo.pop_all()
     buffers = tuple((buffer, buffer.device) for buffer in model.buffers())

@@ -5,7 +5,7 @@ holds a tensor, so all of it can be made and printed on a machine without a GPU.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +22,11 @@ ALIGNMENT = 512
 """Every parameter starts on such a boundary inside its unit's flat buffer."""
 
 KiB, MiB, GiB = 2**10, 2**20, 2**30
+
+CUT = 4096
+"""A parameter is cut at multiples of this many elements, so that its gradient can be read from disk in pieces."""
+STRIPE = 64 * MiB
+"""Bytes of a unit's flat buffer that one collective works on, however large the unit is."""
 
 KERNEL_PIECE = 2**18
 """Elements that our own update in plain torch works on at a time: it needs memory for these beside the page."""
@@ -73,6 +78,82 @@ class StateFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Some elements of a parameter, in memory order, as one array keeps them: range behind range. Every range begins at
+    a multiple of CUT in the array, so that it can be read from disk by itself."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(end - begin for begin, end in self.ranges)
+
+    @property
+    def room(self) -> int:
+        """Elements of the array."""
+        if not self.ranges:
+            return 0
+        last, first = self.ranges[-1], self.ranges[:-1]
+        return sum(align(end - begin, CUT) for begin, end in first) + last[1] - last[0]
+
+    def locate(self, element: int) -> int:
+        """Where an element is in the array."""
+        room = 0
+        for begin, end in self.ranges:
+            if begin <= element < end or (element == begin == end):
+                return room + element - begin
+            room += align(end - begin, CUT)
+        raise AssertionError(f"element {element} is not in {self.ranges}")
+
+    def places(self) -> Iterator[tuple[int, int, int]]:
+        """(first element, last + 1, where the first is in the array) of every range."""
+        room = 0
+        for begin, end in self.ranges:
+            yield begin, end, room
+            room += align(end - begin, CUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a model's roles are divided over the ranks of a group. One process alone: all by itself, nothing reduced."""
+
+    zero: int = 0
+    """The ZeRO stage: 1 divides states, 2 gradients too, 3 weights too."""
+    rank: int = 0
+    size: int = 1
+    shared: bool = False
+    """Whether gradients are averaged over ranks."""
+    whole: bool = False
+    """Whether a parameter's state and update belong to one rank as a whole, as optimizers need it that do not work
+    element by element."""
+
+    def split(self, role: Role) -> bool:
+        """Whether each rank keeps its own share of a role only."""
+        return self.zero >= {"state": 1, "grad": 2, "weight": 3}[role]
+
+
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """Bytes of a unit's flat buffer that one collective works on, all of one dtype. Rank r has those from `bounds[r]`
+    to `bounds[r + 1]`."""
+
+    dtype: torch.dtype
+    bounds: tuple[int, ...]
+    trainable: bool
+
+    @property
+    def begin(self) -> int:
+        return self.bounds[0]
+
+    @property
+    def end(self) -> int:
+        return self.bounds[-1]
+
+    def piece(self, rank: int) -> tuple[int, int]:
+        return self.bounds[rank], self.bounds[rank + 1]
+
+
+@dataclass(frozen=True, slots=True)
 class ParamSpec:
     """One parameter, as the user knows it, and its place in its unit."""
 
@@ -84,14 +165,22 @@ class ParamSpec:
     """Bytes from the start of the unit's flat buffer."""
     nbytes: int
     trainable: bool
+    grad_item: int
+    """Bytes that there is room for per element of its gradient; 0 where it has none."""
     grad_bytes: int
-    """Room for its gradient; 0 where it has none."""
-    state_bytes: int
-    """What the user's optimizer will keep for it, each tensor aligned; 0 where ours or none does."""
+    """Room for its gradient, or for this rank's share of it."""
+    owned: Span
+    """The elements that this rank updates."""
+    master: bool = False
+    """Whether the weight is the rounding of a master, of which the rest is kept beside the states."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def all(self) -> Span:
+        return Span(((0, self.numel),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +194,8 @@ class PartSpec:
     """Where they begin in each of the page's arrays."""
     region: int = 0
     """Bytes from the start of the page to the tensors of the user's optimizer."""
+    region_bytes: int = 0
+    """What the user's optimizer will keep for it, each tensor aligned; 0 where ours or none does."""
 
     @property
     def numel(self) -> int:
@@ -129,10 +220,18 @@ class UnitSpec:
     name: str
     params: tuple[ParamSpec, ...]
     pages: tuple[PageSpec, ...]
+    stripes: tuple[Stripe, ...]
+    home: tuple[tuple[int, int], ...]
+    """What its home holds of the flat buffer, piece behind piece: all of it, or this rank's share."""
 
     @property
     def weight_bytes(self) -> int:
-        return sum(align(p.nbytes) for p in self.params)
+        """Of the flat buffer: what the device holds while the unit is used."""
+        return max((stripe.end for stripe in self.stripes), default=0)
+
+    @property
+    def home_bytes(self) -> int:
+        return sum(end - begin for begin, end in self.home)
 
     @property
     def grad_bytes(self) -> int:
@@ -143,7 +242,7 @@ class UnitSpec:
         return sum(page.state_bytes for page in self.pages)
 
     def role_bytes(self, role: Role) -> int:
-        return {"weight": self.weight_bytes, "grad": self.grad_bytes, "state": self.state_bytes}[role]
+        return {"weight": self.home_bytes, "grad": self.grad_bytes, "state": self.state_bytes}[role]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +254,7 @@ class ModelSpec:
     """Sets of units that one module call needs at the same time."""
     buffer_bytes: int
     format: StateFormat = StateFormat()
+    sharding: Sharding = Sharding()
 
     def role_bytes(self, role: Role) -> int:
         return sum(u.role_bytes(role) for u in self.units)

@@ -46,18 +46,17 @@ class GlooGroup:
 
     def gather(self, whole: Tensor, bounds: Sequence[int]) -> None:
         mine = slice(bounds[self.rank], bounds[self.rank + 1])
-        host = whole
-        if whole.device.type != "cpu":
-            host = torch.empty(whole.shape, dtype=whole.dtype)
-            host[mine].copy_(whole[mine])
+        # Always other memory: gloo's thread keeps what it was given for a moment after it is done with it, and whoever
+        # counts the views of a unit's weights would count that.
+        host = torch.empty(whole.shape, dtype=whole.dtype)
+        host[mine].copy_(whole[mine])
         pieces = _pieces(_bytes(host), [bound * whole.itemsize for bound in bounds])
         if is_even(bounds):
             works = [self._group._allgather_base(_bytes(host), pieces[self.rank])]
         else:
             works = [self._send(piece, root) for root, piece in enumerate(pieces) if piece.numel()]
         self._finish(works, "gather", whole)
-        if host is not whole:
-            whole.copy_(host)
+        whole.copy_(host)
 
     def reduce(self, whole: Tensor, bounds: Sequence[int]) -> Tensor:
         """See Note [the same bits for every owner]."""

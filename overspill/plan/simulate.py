@@ -19,7 +19,7 @@ class Simulated:
     moved: dict[Lane, int]
 
 
-TAKES = {Kind.FETCH: "window", Kind.STATE_FETCH: "staged", Kind.PAGE_GRADS: "staged", Kind.GRAD_FETCH: "gradients"}
+TAKES = {Kind.STATE_FETCH: "staged", Kind.PAGE_GRADS: "staged", Kind.GRAD_FETCH: "gradients"}
 GIVES = {Kind.RELEASE: "window", Kind.GRAD_ADD: "gradients", Kind.GRAD_DROP: "gradients"}
 
 
@@ -33,7 +33,7 @@ def step_events(program: Program, micro_batches: int = 1) -> Iterator[Event]:
             yield Need((unit,))
             for index, p in enumerate(program.model.units[unit].params):
                 if p.trainable:
-                    yield Grad(unit, index, first=batch == 0)
+                    yield Grad(unit, index, first=batch == 0, reduced=program.model.sharding.shared)
     due = (u for u in order if any(p.trainable for p in program.model.units[u].params))
     yield Step(frozenset(due))
 
@@ -54,16 +54,21 @@ def simulate(program: Program, steps: int = 2, micro_batches: int = 1) -> Simula
                 peak["gradients"] = max(peak["gradients"], now["gradients"])
             state, ops = react(program, state, event)
             for op in ops:
-                _count(op, now, pages, moved)
+                _count(program, op, now, pages, moved)
                 for what, nbytes in now.items():
                     peak[what] = max(peak[what], nbytes)
     return Simulated(peak["window"], peak["staged"], peak["gradients"], dict(last))
 
 
-def _count(op: Op, now: Counter[str], pages: dict[tuple[int, int], int], moved: Counter[Lane]) -> None:
+def _count(
+    program: Program, op: Op, now: Counter[str], pages: dict[tuple[int, int], int], moved: Counter[Lane]
+) -> None:
     if op.lane != Lane.COMPUTE:
         moved[op.lane] += op.nbytes
-    if op.kind in TAKES:
+    if op.kind == Kind.FETCH:
+        # Its whole buffer is taken, however little of it comes from its home.
+        now["window"] += program.model.units[op.unit].weight_bytes
+    elif op.kind in TAKES:
         now[TAKES[op.kind]] += op.nbytes
     if op.kind in (Kind.STATE_FETCH, Kind.PAGE_GRADS):
         pages[op.unit, op.item] = pages.get((op.unit, op.item), 0) + op.nbytes

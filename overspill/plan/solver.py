@@ -39,6 +39,8 @@ BESIDE_MASTERS = 2
 """More of them where the parameters are roundings of masters: those, and the widened gradients."""
 KERNEL_WORKSPACE = 10
 """fp32 arrays of a piece's length that our own update holds: master, gradient, and what is in between."""
+COPIES = 4
+"""Of a stripe, that a reduction holds for a moment."""
 NVME_BLOCK = 4096
 STAGING = (128 * KiB, 8 * MiB)
 PAGE = (64 * KiB, 64 * MiB)
@@ -101,7 +103,7 @@ def _taken(unit: UnitSpec, role: Role, tier: TierName) -> int:
     if tier != "nvme":
         return unit.role_bytes(role)
     slots = {
-        "weight": [unit.weight_bytes],
+        "weight": [unit.home_bytes],
         "grad": [p.grad_bytes for p in unit.params],
         "state": [page.state_bytes for page in unit.pages],
     }[role]
@@ -138,7 +140,7 @@ def _on(model: ModelSpec, placements: tuple[Placement, ...], role: Role, tier: T
 
 def _least(request: Request, placements: tuple[Placement, ...]) -> Limits:
     """Room for what must be on the device together, and nothing ahead of time."""
-    away = [u.weight_bytes if p.weight != "device" else 0 for u, p in zip(request.model.units, placements, strict=True)]
+    away = _away(request.model, placements)
     window = max((sum(away[i] for i in units) for units in request.model.together), default=0)
     flight = max((p.grad_bytes for u in request.model.units for p in u.params), default=0)
     return Limits(window=window, depth=1, flight=flight)
@@ -149,9 +151,14 @@ def _ahead(request: Request, placements: tuple[Placement, ...]) -> Limits:
     least, share = _least(request, placements), request.budget.device // 8
     pages = [page.state_bytes + page.grad_bytes for u in request.model.units for page in u.pages]
     depth = next((d for d in (3, 2) if (d - 1) * max(pages, default=0) <= share), 1)
-    pairs = zip(request.model.units, placements, strict=True)
-    unit = max((u.weight_bytes for u, p in pairs if p.weight != "device"), default=0)
+    unit = max(_away(request.model, placements), default=0)
     return replace(least, depth=depth, window=least.window + (unit if unit <= share else 0))
+
+
+def _away(model: ModelSpec, placements: tuple[Placement, ...]) -> list[int]:
+    """Of each unit the bytes that are on the device only while it is used."""
+    shared, pairs = model.sharding.split("weight"), zip(model.units, placements, strict=True)
+    return [u.weight_bytes if shared or p.weight != "device" else 0 for u, p in pairs]
 
 
 LimitsOf = Callable[[Request, tuple[Placement, ...]], Limits]
@@ -173,7 +180,18 @@ def _device_lines(request: Request, placements: tuple[Placement, ...], limits: L
     lines.append(Line("device", "buffers", model.buffer_bytes))
     lines.append(Line("device", "weights passing", simulated.window))
     lines.append(Line("device", "updates and gradients passing", max(gradients, simulated.staged + _workspace(model))))
+    lines.append(Line("device", "collectives", _collectives(model)))
     return lines
+
+
+def _collectives(model: ModelSpec) -> int:
+    """Gradients of the unit that is being reduced and of the next one, which wait for their others, and what the
+    reduction of a stripe takes: the stripe, what the other ranks send, and fp32 sums."""
+    if not model.sharding.shared:
+        return 0
+    waiting = [sum(p.nbytes for p in u.params if p.trainable) for u in model.units]
+    stripes = (stripe.end - stripe.begin for u in model.units for stripe in u.stripes)
+    return 2 * max(waiting, default=0) + COPIES * max(stripes, default=0)
 
 
 def _workspace(model: ModelSpec) -> int:
@@ -201,7 +219,12 @@ def _finish(request: Request, placements: tuple[Placement, ...]) -> Plan:
     if least + _largest(model) > budget.device:
         raise BudgetError(_too_small(request, least + _largest(model), placements))
     roomy = _needed(request, placements, _ahead) + _largest(model) <= budget.device
-    limits = (_ahead if roomy else _least)(request, placements)
+    return finish(request, placements, (_ahead if roomy else _least)(request, placements))
+
+
+def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) -> Plan:
+    """The plan with these homes and limits, as far as the other tiers have room for it."""
+    model, budget = request.model, request.budget
     lines = _device_lines(request, placements, limits)
     owned = sum(line.nbytes for line in lines)
     lines.append(Line("device", "activations", min(_activations(request, owned), budget.device - owned)))

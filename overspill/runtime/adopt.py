@@ -6,10 +6,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from overspill.kernels.masters import KEPT, join, split
+from overspill.kernels.masters import join, split
 from overspill.runtime.generation import as_flat
 from overspill.runtime.pages import Home, Pages, arrays_bytes, arrays_of
-from overspill.specs import ParamSpec
+from overspill.specs import ParamSpec, PartSpec
 from overspill.units.layout import Layout
 from overspill.units.unit import Unit
 
@@ -65,7 +65,7 @@ def adopt(layout: Layout, homes: Sequence[Home | None], pages: Pages, source: So
             home = homes[index]
             if home is not None and not unit.here:
                 unit.grow()
-                home[0].load(home[1], unit.flat)
+                unit.load(home[0])
             unit.give_back(_masters(index, unit, pages))
         raise
     return units
@@ -78,7 +78,7 @@ def _masters(index: int, unit: Unit, pages: Pages) -> dict[int, Tensor]:
         memory = pages.read(index, i)
         for part in page.parts:
             spec, weight = unit.spec.params[part.param], unit.elements(part.param, part.begin, part.end)
-            if spec.dtype in KEPT:
+            if spec.master:
                 kept = arrays_of(pages.model.format, page, part, memory)[0].to(weight.device)
                 to = whole.setdefault(part.param, torch.empty_strided(spec.shape, spec.stride, device=weight.device))
                 as_flat(to)[part.begin : part.end].copy_(join(weight, kept))
@@ -86,31 +86,58 @@ def _masters(index: int, unit: Unit, pages: Pages) -> dict[int, Tensor]:
 
 
 def _fill(index: int, unit: Unit, pages: Pages, source: Source) -> None:
-    format, with_master = pages.model.format, set()
-    for i, page in enumerate(unit.spec.pages):
-        if format.master is None:
-            break
-        memory = torch.zeros(arrays_bytes(format, page), dtype=torch.uint8, device=pages.device)
-        for part in page.parts:
-            spec, p = unit.spec.params[part.param], unit.params[part.param]
-            if spec.dtype not in KEPT:
-                continue
-            with_master.add(part.param)
-            kept = arrays_of(format, page, part, memory)[0]
-            for begin in range(part.begin, part.end, PIECE):
-                end = min(begin + PIECE, part.end)
-                value = source.read(spec, p, begin, end).to(pages.device, torch.float32)
-                split(value, unit.elements(part.param, begin, end), kept[begin - part.begin : end - part.begin])
-        # What the fields hold before the first step is nothing but zeros, and those a home has by itself.
-        pages.write(index, i, memory[: page.elements * format.master_bytes])
+    keep = _Keeping(index, unit, pages)
     for param, (spec, p) in enumerate(zip(unit.spec.params, unit.params, strict=True)):
-        for begin in range(0, spec.numel if param not in with_master else 0, PIECE):
+        for begin in range(0, spec.numel, PIECE):
             end = min(begin + PIECE, spec.numel)
-            unit.elements(param, begin, end).copy_(source.read(spec, p, begin, end))
+            value, weight = source.read(spec, p, begin, end), unit.elements(param, begin, end)
+            if not spec.master:
+                weight.copy_(value)
+                continue
+            kept = torch.empty(end - begin, dtype=pages.model.format.master, device=pages.device)
+            split(value.to(pages.device, torch.float32), weight, kept)
+            keep(param, begin, kept)
+    keep.flush()
+
+
+class _Keeping:
+    """Puts what is kept of the masters into pages, those that this rank has. What the fields hold before the first
+    step is nothing but zeros, and those a home has by itself."""
+
+    def __init__(self, index: int, unit: Unit, pages: Pages) -> None:
+        self._index = index
+        self._pages = pages
+        self._parts: dict[int, list[tuple[int, PartSpec]]] = {}
+        self._page, self._memory = -1, torch.empty(0)
+        for i, page in enumerate(unit.spec.pages):
+            for part in page.parts:
+                if unit.spec.params[part.param].master:
+                    self._parts.setdefault(part.param, []).append((i, part))
+
+    def __call__(self, param: int, begin: int, kept: Tensor) -> None:
+        """Elements of a parameter from `begin` on. They come in the order of the pages, which are written one by one."""
+        for page, part in self._parts.get(param, ()):
+            low, high = max(begin, part.begin), min(begin + kept.numel(), part.end)
+            if low < high:
+                self._open(page)
+                own = arrays_of(self._pages.model.format, self._pages.spec(self._index, page), part, self._memory)[0]
+                own[low - part.begin : high - part.begin].copy_(kept[low - begin : high - begin])
+
+    def _open(self, page: int) -> None:
+        if page != self._page:
+            self.flush()
+            spec = self._pages.spec(self._index, page)
+            nbytes = arrays_bytes(self._pages.model.format, spec)
+            self._page, self._memory = page, torch.zeros(nbytes, dtype=torch.uint8, device=self._pages.device)
+
+    def flush(self) -> None:
+        if self._page >= 0:
+            format, spec = self._pages.model.format, self._pages.spec(self._index, self._page)
+            self._pages.write(self._index, self._page, self._memory[: spec.elements * format.master_bytes])
 
 
 def _move_out(unit: Unit, home: Home) -> None:
-    home[0].store(home[1], unit.flat)
+    unit.store(home[0])
     if unit.flat.is_cuda:
         torch.cuda.current_stream(unit.flat.device).synchronize()
     unit.shrink()

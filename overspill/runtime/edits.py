@@ -24,7 +24,7 @@ Parts = Mapping[Place, Sequence[tuple[int, PartSpec]]]
 
 
 class Edits:
-    """Watches the weights that have masters. `stale`: (unit, page, parameter) of what is kept and out of date."""
+    """Watches the weights that have masters, each rank those that it updates. `stale`: (unit, page, parameter) of what is kept and out of date."""
 
     def __init__(self, units: Sequence[Unit], parts: Parts) -> None:
         self._units = units
@@ -43,7 +43,13 @@ class Edits:
     def handed_out(self, place: Place) -> None:
         """Somebody gets at the memory of a weight, and may write to it unseen."""
         if place in self._parts and place not in self._prints:
-            self._prints[place] = fingerprint(self._units[place[0]].elements(place[1]))
+            self._prints[place] = self._print(place)
+
+    def _print(self, place: Place) -> Tensor:
+        """Of the weights that this rank updates."""
+        unit = self._units[place[0]]
+        prints = [fingerprint(unit.elements(place[1], part.begin, part.end)) for _, part in self._parts[place]]
+        return torch.cat(prints) if prints else torch.empty(0)
 
     def due(self, params: Sequence[Place]) -> None:
         """An update is due for these parameters: look for edits so far, and count the update as none."""
@@ -62,7 +68,7 @@ class Edits:
         taken, unit = self._prints.get(place), self._units[place[0]]
         if taken is None:
             return
-        now = fingerprint(unit.elements(place[1]))
+        now = self._print(place)
         if not torch.equal(taken, now):
             self._mark(place)
         if unit.viewed:
@@ -76,8 +82,8 @@ class Edits:
     def updated(self, unit: int, part: PartSpec) -> None:
         """After a part is updated: whoever still has a way to the weights is watched from their new values on."""
         place = (unit, part.param)
-        if place in self._prints and part.end == self._units[unit].spec.params[part.param].numel:
-            self._prints[place] = fingerprint(self._units[unit].elements(part.param))
+        if place in self._prints and part is self._parts[place][-1][1]:
+            self._prints[place] = self._print(place)
 
     def replaced(self, place: Place) -> None:
         """Weights and what is kept were written together: they are one again."""

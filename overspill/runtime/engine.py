@@ -18,6 +18,7 @@ from overspill.runtime.measures import Measures
 from overspill.runtime.parts import Parts
 from overspill.runtime.precision import cast_inputs
 from overspill.runtime.residency import Residency
+from overspill.runtime.rounds import Rounds
 from overspill.runtime.updates import Due, Job, snapshot
 from overspill.runtime.watch import ShapeWatch
 
@@ -34,6 +35,7 @@ class Engine:
         self.residency = Residency(model, parts)
         self.measures = Measures(parts.executor, parts.device_peak)
         self._watch = ShapeWatch(model)
+        self.rounds = Rounds(self.units, parts, self.residency) if parts.made.ranks is not None else None
         # Weakly, because a parameter's hooks lie where Python's garbage collector does not look for cycles.
         listeners = hooks.Listeners(weakref.proxy(self), self.residency, self.residency.copies)
         self._hooks = hooks.install(model, parts.layout, listeners)
@@ -75,6 +77,8 @@ class Engine:
         """Autograd accumulated into `p.grad`: a new gradient becomes a generation; a handle has taken it already."""
         p = self.units[unit].params[param]
         gradient, own = p.grad, self.residency.own_grads.get((unit, param))
+        if isinstance(gradient, GradHandle) and self.rounds is not None:
+            self.rounds.arrived(unit, param)
         if gradient is None or isinstance(gradient, GradHandle):
             return
         owned = own is not None and own() is gradient
@@ -87,9 +91,10 @@ class Engine:
         if owned or gradient.requires_grad:
             return
         grads = self.parts.made.grads
-        generation = grads.take(unit, param, gradient.detach(), grads.factor)
         p.grad = None
-        p.grad = GradHandle([generation], grads, self.executor.lanes.device)
+        p.grad = GradHandle([grads.arrive(unit, param, gradient.detach())], grads, self.executor.lanes.device)
+        if self.rounds is not None:
+            self.rounds.arrived(unit, param)
 
     # --- the optimizer and the API call these
 
@@ -101,11 +106,15 @@ class Engine:
         self._watch.check()
         self.residency.copies.forget()
         self._settle(tuple(sorted(self.executor.state.pending)))
+        if self.rounds is not None:
+            self.rounds.meet_to_step()
         jobs: dict[int, list[Job]] = {}
         for group in groups:
             hypers = snapshot(group)
             for unit, due in self._due(group["params"]).items():
                 jobs.setdefault(unit, []).append(Job(hypers, tuple(due)))
+        if self.rounds is not None:
+            self.rounds.step((unit, due.param) for unit, todo in jobs.items() for job in todo for due in job.due)
         if not jobs:
             raise StateError(
                 "expected gradients at step(), found none on any parameter; call loss.backward() before "
@@ -130,6 +139,8 @@ class Engine:
             return True
         norms = [grads.bytes.raw_norm(due.generation) for todo in jobs.values() for job in todo for due in job.due]
         finite = bool(torch.stack(norms).isfinite().all())
+        if self.parts.made.ranks is not None:
+            finite = self.parts.made.ranks.comm.everyone(finite)
         scale.forget()
         scale.update(finite)
         grads.factor = scale.factor
@@ -165,6 +176,10 @@ class Engine:
         self.executor.finish()
 
     def _settle(self, units: tuple[int, ...] | None = None) -> None:
+        if self.rounds is not None:
+            # One by one, because ranks agree on every collective.
+            for unit in sorted(self.executor.state.pending) if units is None else units:
+                self.executor(Settle((unit,), self.residency.held()))
         self.executor(Settle(units, self.residency.held()))
         # Weights of which somebody holds views may be written at any time, and again after they were brought home.
         viewed = tuple(u for u, unit in enumerate(self.units) if unit.viewed and unit.here)
@@ -196,6 +211,8 @@ class Engine:
         hooks.flatten(self.model)
         for buffer, device in self.parts.buffers:
             buffer.data = buffer.data.to(device)
+        if self.rounds is not None:
+            self.rounds.close()
         self.executor.finish()
         self.closed = True
         self.executor.lanes.close()

@@ -10,8 +10,9 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from overspill.errors import StateError
-from overspill.program import Event, Key, Kind, Lane, Op, Program, react, start
-from overspill.runtime.lanes import Lanes, Tickets, Work
+from overspill.program import Event, Key, Kind, Lane, Op, Program, State, react, start
+from overspill.runtime.lanes import Lanes, Ticket, Tickets, Work
+from overspill.runtime.ranks import Ranks
 
 Handler = Callable[[Op], Work]
 """Called on the caller's thread when the op is handed out (allocations happen here); what it returns runs on the
@@ -21,14 +22,17 @@ lane. For ops of the compute lane both happen at once, behind the op's waits."""
 class Executor:
     """Runs one program."""
 
-    def __init__(self, program: Program, lanes: Lanes) -> None:
+    def __init__(self, program: Program, lanes: Lanes, ranks: Ranks | None = None) -> None:
         self.program = program
+        self.ranks = ranks
         self.state = start(program)
         self.lanes = lanes
         self.moved: Counter[Lane] = Counter()
         self.times: dict[Kind, float] = dict.fromkeys(Kind, 0.0)
         self._handlers: dict[Kind, Handler] = {}
         self._tickets = Tickets()
+        self._together: Ticket | None = None
+        """Of the last collective."""
         self._failed: BaseException | None = None
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -39,9 +43,24 @@ class Executor:
     def __call__(self, event: Event) -> None:
         # Autograd may run the nodes of one backward pass in two threads: those on the GPU and those on the CPU.
         with self._lock:
-            self._fold(event)
+            self._check()
+            state, ops = react(self.program, self.state, event)
+            while self.ranks is not None and (offer := self.ranks.points(ops)):
+                chosen = self.ranks.choose(offer)
+                if chosen is None or (len(offer) == 1 and offer[0].same(chosen)):
+                    self.ranks.settled(chosen or offer[0])
+                    break
+                self.ranks.joins[chosen.kind](chosen)
+                state, ops = react(self.program, self.state, event)
+            self._fold(state, ops)
 
-    def _fold(self, event: Event) -> None:
+    def join(self, event: Event) -> None:
+        """React to an event that all ranks agreed on."""
+        with self._lock:
+            self._check()
+            self._fold(*react(self.program, self.state, event))
+
+    def _check(self) -> None:
         if os.getpid() != self._pid:
             raise StateError(
                 "expected a prepared model to be used in the process that prepared it, found a forked one, which has "
@@ -52,7 +71,9 @@ class Executor:
                 f"expected an engine that runs, found that it stopped at an earlier error ({self._failed!r}) with some "
                 "of its weights updated and some not; prepare anew, from a checkpoint"
             )
-        self.state, ops = react(self.program, self.state, event)
+
+    def _fold(self, state: State, ops: list[Op]) -> None:
+        self.state = state
         if not ops:
             return
         try:
@@ -73,7 +94,10 @@ class Executor:
             self.times[op.kind] += time.perf_counter() - begin
             return
         self.moved[op.lane] += op.nbytes
-        self._tickets.put(op.key, self.lanes.submit(op, self._handlers[op.kind](op), waits))
+        ticket = self.lanes.submit(op, self._handlers[op.kind](op), waits)
+        self._tickets.put(op.key, ticket)
+        if op.lane == Lane.COMM:
+            self._together = ticket
 
     def wait(self, key: Key) -> None:
         """Make what the caller does next come after the latest op of this key."""
@@ -84,6 +108,11 @@ class Executor:
         """Block until the latest op of this key is done."""
         for ticket in self._tickets.of((key,)):
             ticket.finish()
+
+    def finish_together(self) -> None:
+        """Make what the caller does next come after all collectives so far: it is one too."""
+        if self._together is not None:
+            self._together.wait()
 
     def finish(self) -> None:
         """Block until every lane is idle."""

@@ -9,6 +9,9 @@ Note [Narrow and wide]: beside an fp32 master a gradient counts as fp32. While o
 its bytes stay as autograd made them, in the 16-bit compute dtype (*narrow*); every reader widens them, which is exact.
 A second contribution is added in fp32, and the sum is kept so (*wide*). Under fp16 narrow gradients are also scaled:
 their `factor` undoes that when they are widened.
+
+Note [Shares]: over ranks, a gradient that was reduced is divided: every rank has the elements that it updates (`span`),
+as a flat array. Its whole value, or its norm, takes all ranks; what changes it is applied by each to its own.
 """
 
 from collections.abc import Callable
@@ -18,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overspill.specs import ParamSpec
+from overspill.specs import ParamSpec, Span
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -51,8 +54,13 @@ class Change:
         """A change with operands as they are now, whatever becomes of them."""
         return Change(run, tuple(_kept(x, spec) for x in operands))
 
-    def on(self, gradient: Tensor) -> None:
-        self.run(gradient, *self.operands)
+    def on(self, gradient: Tensor, span: Span | None) -> None:
+        """On the whole gradient, or on an array of a span of it."""
+        if span is None:
+            self.run(gradient, *self.operands)
+            return
+        for begin, end, at in span.places():
+            self.on_piece(gradient[at : at + end - begin], begin)
 
     def on_piece(self, piece: Tensor, begin: int) -> None:
         """On elements `begin` and following, in memory order."""
@@ -76,6 +84,11 @@ def _kept(x: Any, spec: ParamSpec) -> Any:
 class Generation:
     """One gradient of one parameter. Its bytes are in `value`, or in the parameter's slot, or (`zero`) nowhere."""
 
+    span: Span | None = None
+    """What this rank has of it; None: all. See Note [Shares]."""
+    local = False
+    """Whether other ranks have another one, which is still to be added."""
+
     def __init__(self, unit: int, param: int, spec: ParamSpec, value: Tensor | None, factor: Tensor | None = None):
         self.unit = unit
         self.param = param
@@ -87,6 +100,9 @@ class Generation:
         self.zero = value is None
         self.todo: list[Change] = []
         self.norms: dict[float, Tensor] = {}
+        """Of what this rank has of it."""
+        self.whole_norms: dict[float, tuple[Tensor, Tensor]] = {}
+        """Of all of it, with the norm that this rank's share had then."""
         self.raw_norm: Tensor | None = None
         """The norm before any change: whether all its elements are finite."""
         self.lent = False
@@ -99,7 +115,7 @@ class Generation:
     def change(self, change: Change) -> None:
         self.norms.clear()
         if self.lent:
-            change.on(self.value)  # type: ignore[arg-type]
+            change.on(self.value, self.span)  # type: ignore[arg-type]
         else:
             self.todo.append(change)
 
@@ -114,7 +130,14 @@ class Generation:
             return self
         return Generation(self.unit, self.param, self.spec, self.empty(self.value.device).copy_(self.value))
 
+    def part(self, value: Tensor, begin: int, end: int) -> Tensor:
+        """Elements of the parameter, in memory order, out of the gradient's bytes."""
+        at = begin if self.span is None else self.span.locate(begin)
+        return as_flat(value)[at : at + end - begin]
+
     def empty(self, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        if self.span is not None:
+            return torch.zeros(self.span.room, dtype=dtype or self.dtype, device=device)
         return torch.empty_strided(self.spec.shape, self.spec.stride, dtype=dtype or self.dtype, device=device)
 
     def widened(self, value: Tensor) -> Tensor:
@@ -137,7 +160,7 @@ class Generation:
         self.value = self.widened(self.value)
         self.dtype, self.factor = self.value.dtype, None
         for change in self.todo:
-            change.on(self.value)
+            change.on(self.value, self.span)
         self.todo.clear()
         self.norms.clear()
         self.raw_norm = None

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from overspill.program import Key, Kind
+from overspill.runtime.collect import Collector
 from overspill.runtime.executor import Executor
 from overspill.runtime.generation import Generation, as_bytes
 from overspill.runtime.pages import Home
+from overspill.runtime.ranks import Meeting
 
 log = logging.getLogger("overspill")
 
@@ -25,12 +27,17 @@ Widen = Callable[[int, int], Home | None]
 class GradientBytes:
     """`homes[unit][param]` is None where gradients live on the device."""
 
-    def __init__(self, homes: Sequence[Sequence[Home | None]], widen: Widen, executor: Executor) -> None:
+    def __init__(
+        self, homes: Sequence[Sequence[Home | None]], widen: Widen, executor: Executor, collector: Collector | None
+    ) -> None:
         self._homes = {(u, i): home for u, row in enumerate(homes) for i, home in enumerate(row)}
         self._widen = widen
         self._widened: set[tuple[int, int]] = set()
         self._executor = executor
+        self._collector = collector
         self._device = executor.lanes.device
+        self.current: Callable[[], list[Generation]] = list
+        """The gradients that are in `p.grad` now."""
         self._owner: dict[tuple[int, int], weakref.ref[Generation]] = {}
 
     def home(self, unit: int, param: int) -> Home | None:
@@ -38,6 +45,15 @@ class GradientBytes:
 
     def read(self, generation: Generation) -> Tensor:
         """The gradient's current value. May be its own bytes: do not write to it and do not hand it out."""
+        if generation.span is None:
+            return self.share(generation)
+        assert self._collector is not None, "what is divided is collected"
+        spec = generation.spec
+        flat = self._collector.whole(Meeting.GRADIENT, (generation.unit, generation.param))
+        return flat.as_strided(spec.shape, spec.stride)
+
+    def share(self, generation: Generation) -> Tensor:
+        """What this rank has of the gradient's current value."""
         if generation.zero:
             value = generation.empty(self._device).zero_()
         else:
@@ -47,33 +63,52 @@ class GradientBytes:
         if value is generation.value:
             value = generation.empty(value.device).copy_(value)
         for change in generation.todo:
-            change.on(value)
+            change.on(value, generation.span)
         return value
 
-    def norm(self, generation: Generation, order: float = 2.0) -> Tensor:
-        """Of the gradient's current value; cached, because for a gradient that lives elsewhere it is dear."""
+    def norms(self, generations: Sequence[Generation], order: float = 2.0) -> list[Tensor]:
+        """Of the gradients' current values; cached, because for one that lives elsewhere it is dear. Who asks for one
+        will ask for the others: those that are divided over ranks are all looked at together."""
+        asked = [g for g in generations if g.span is not None]
+        if self._collector is not None and not all(self._known(g, order) for g in asked):
+            current = [g for g in self.current() if g.span is not None]
+            every = current if all(any(g is c for c in current) for g in asked) else asked
+            shares = [self._norm(g, order) for g in every]
+            for g, share, norm in zip(every, shares, self._collector.norms(shares, order), strict=True):
+                g.whole_norms[order] = (norm, share)
+        return [g.whole_norms[order][0] if g.span is not None else self._norm(g, order) for g in generations]
+
+    def _known(self, generation: Generation, order: float) -> bool:
+        return order in generation.whole_norms and generation.whole_norms[order][1] is generation.norms.get(order)
+
+    def _norm(self, generation: Generation, order: float) -> Tensor:
+        """Of what this rank has."""
         if order not in generation.norms or generation.lent:
             changed = generation.zero or generation.todo
-            value = self.read(generation) if changed else self._bytes(generation)
+            value = self.share(generation) if changed else self._bytes(generation)
             found = torch._foreach_norm([value], order)[0] if changed else generation.norm(value, order)
             generation.norms[order] = found
             generation.raw_norm = found if order == 2.0 and not changed else generation.raw_norm
         return generation.norms[order]
 
     def raw_norm(self, generation: Generation) -> Tensor:
-        """Of its bytes as they came, whatever changes wait for them."""
+        """Of its bytes as they came, whatever changes wait for them; of what this rank has of them."""
         if generation.raw_norm is None and not generation.zero:
             generation.raw_norm = generation.norm(self._bytes(generation))
         return torch.zeros((), device=self._device) if generation.raw_norm is None else generation.raw_norm
 
     def _bytes(self, generation: Generation) -> Tensor:
         value = generation.value
-        return self._load(generation) if value is None else value.to(self._device)
+        if value is None:
+            return self._load(generation)
+        self._executor.wait(Key(Kind.REDUCE, generation.unit))
+        return value.to(self._device)
 
     def make_room(self, generation: Generation) -> None:
         """See Note [Unplanned width]."""
         key, spec = (generation.unit, generation.param), generation.spec
-        if generation.narrow or key in self._widened or spec.numel * generation.dtype.itemsize <= spec.grad_bytes:
+        room = spec.numel if generation.span is None else generation.span.room
+        if generation.narrow or key in self._widened or room * generation.dtype.itemsize <= spec.grad_bytes:
             return
         self._homes[key] = self._widen(*key)
         self._widened.add(key)

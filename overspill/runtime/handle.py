@@ -110,7 +110,7 @@ def _write_down(handle: GradHandle, run: Callable[..., object], operands: tuple[
 
 
 def _norm(handle: GradHandle, order: float) -> Tensor:
-    return handle._book.bytes.norm(handle.generation, order)
+    return handle._book.bytes.norms([handle.generation], order)[0]
 
 
 def _rewrite(packet: Any, handle: GradHandle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GradHandle:
@@ -149,7 +149,12 @@ def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) > 2:
         return _at_once(func, args, kwargs)
     order = args[1] if len(args) > 1 else 2.0
-    return [_norm(x, order) if isinstance(x, GradHandle) else func([x], order)[0] for x in args[0]]
+    ours = [x for x in args[0] if isinstance(x, GradHandle)]
+    found: dict[int, Tensor] = {}
+    for book in {id(x._book): x._book for x in ours}.values():
+        mine = [x for x in ours if x._book is book]
+        found |= zip(map(id, mine), book.bytes.norms([x.generation for x in mine], order), strict=True)
+    return [found[id(x)] if isinstance(x, GradHandle) else func([x], order)[0] for x in args[0]]
 
 
 def _zero_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

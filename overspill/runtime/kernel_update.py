@@ -10,9 +10,11 @@ from torch import Tensor
 from overspill.errors import ModelError
 from overspill.kernels.masters import join, split
 from overspill.kernels.reference import Rule
+from overspill.runtime.collect import Collector
 from overspill.runtime.generation import as_flat
 from overspill.runtime.masters import Masters
 from overspill.runtime.pages import Pages, arrays_of
+from overspill.runtime.ranks import Meeting
 from overspill.runtime.updates import Share
 from overspill.specs import KERNEL_PIECE, PartSpec
 from overspill.units.unit import Unit
@@ -21,8 +23,13 @@ from overspill.units.unit import Unit
 class KernelUpdate:
     """One rule for all parameters. Counts steps per parameter; what else it knows is in the pages."""
 
-    def __init__(self, rule: Rule, units: Sequence[Unit], pages: Pages, masters: Masters) -> None:
+    def __init__(
+        self, rule: Rule, units: Sequence[Unit], pages: Pages, masters: Masters, collector: Collector | None
+    ) -> None:
         self._rule = rule
+        self._collector = collector if collector is not None and collector.divided else None
+        if collector is not None:
+            collector.gives[Meeting.STATE] = self._share
         self.fields: tuple[str, ...] | None = rule.fields
         self._units = units
         self._pages = pages
@@ -70,13 +77,23 @@ class KernelUpdate:
         found = self.outline(unit, param)
         found = found if keys is None else {key: found[key] for key in keys}
         wanted = {i: key for i, key in enumerate(self._rule.fields) if key in found and self._steps[unit, param]}
-        for key in wanted.values():
+        for i, key in wanted.items():
             found[key] = torch.empty_like(found[key], device="cpu")
-        for page, part in self._parts(unit, param) if wanted else ():
-            _, *fields = self._arrays(unit, page, part, self._pages.read(unit, page))
-            for i, key in wanted.items():
-                as_flat(found[key])[part.begin : part.end].copy_(fields[i])
+            whole = self._share(unit, param, i)
+            if self._collector is not None:
+                whole = self._collector.whole(Meeting.STATE, (unit, param), i)
+            as_flat(found[key]).copy_(whole)
         return found
+
+    def _share(self, unit: int, param: int, which: int) -> Tensor:
+        """What this rank has of one of the rule's arrays for a parameter."""
+        span = self._units[unit].spec.params[param].owned
+        out = torch.zeros(span.room, dtype=torch.float32)
+        for page, part in self._parts(unit, param):
+            _, *fields = self._arrays(unit, page, part, self._pages.read(unit, page))
+            at = span.locate(part.begin)
+            out[at : at + part.numel].copy_(fields[which])
+        return out
 
     def _parts(self, unit: int, param: int) -> list[tuple[int, PartSpec]]:
         pages = self._pages.model.units[unit].pages
@@ -97,7 +114,7 @@ class KernelUpdate:
             self._pages.write(unit, i, memory)
         for param in range(len(self._units[unit].params)):
             state = values.get(param, {})
-            if self._parts(unit, param):
+            if self._units[unit].spec.params[param].trainable:
                 self._steps[unit, param] = self._count(state)
             else:
                 self._aside[unit, param] = state

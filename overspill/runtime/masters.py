@@ -6,9 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from overspill.kernels import masters
+from overspill.runtime.collect import Collector
 from overspill.runtime.edits import Edits, Place
 from overspill.runtime.generation import as_flat
 from overspill.runtime.pages import Pages, arrays_of
+from overspill.runtime.ranks import Meeting
 from overspill.specs import PartSpec
 from overspill.units.unit import Unit
 
@@ -16,15 +18,19 @@ from overspill.units.unit import Unit
 class Masters:
     """Knows which parameters have masters and where their pages are. Weights must be on the device when asked for."""
 
-    def __init__(self, units: Sequence[Unit], pages: Pages) -> None:
+    def __init__(self, units: Sequence[Unit], pages: Pages, collector: Collector | None = None) -> None:
         self._units = units
         self._pages = pages
+        self._collector = collector if collector is not None and collector.divided else None
+        if collector is not None:
+            collector.gives[Meeting.MASTER] = self._share
         self._parts: dict[Place, list[tuple[int, PartSpec]]] = {}
         for u, unit in enumerate(pages.model.units):
+            self._parts |= {(u, i): [] for i, p in enumerate(unit.params) if p.master}
             for i, page in enumerate(unit.pages):
                 for part in page.parts:
-                    if unit.params[part.param].dtype in masters.KEPT:
-                        self._parts.setdefault((u, part.param), []).append((i, part))
+                    if unit.params[part.param].master:
+                        self._parts[u, part.param].append((i, part))
         self.edits = Edits(units, self._parts)
         self._places = {id(self._param(place)): place for place in self._parts}
         self.factor: Callable[[], Tensor] | None = None
@@ -43,7 +49,7 @@ class Masters:
         place = (unit, part.param)
         if place not in self._parts:
             return
-        if part.begin == 0:
+        if part is self._parts[place][0][1]:
             self.edits.look_at_bytes(place)
         if (unit, page, part.param) in self.edits.stale:
             self.edits.stale.discard((unit, page, part.param))
@@ -62,6 +68,21 @@ class Masters:
 
     def pieces(self, place: Place) -> Iterator[tuple[int, Tensor]]:
         """A parameter's masters piece by piece, in memory order: (first element, fp32 [n])."""
+        if self._collector is not None:
+            yield 0, self._collector.whole(Meeting.MASTER, place)
+        else:
+            yield from self._own(place)
+
+    def _share(self, unit: int, param: int, which: int) -> Tensor:
+        """What this rank has of a parameter's masters."""
+        span, found = self._units[unit].spec.params[param].owned, dict(self._own((unit, param)))
+        out = torch.zeros(span.room, dtype=torch.float32, device=self._pages.device)
+        for begin, piece in found.items():
+            at = span.locate(begin)
+            out[at : at + piece.numel()].copy_(piece)
+        return out
+
+    def _own(self, place: Place) -> Iterator[tuple[int, Tensor]]:
         self.edits.look_at_version(place)
         self.edits.look_at_bytes(place)
         (u, param), format = place, self._pages.model.format

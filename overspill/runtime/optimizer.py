@@ -48,7 +48,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
         hooks = [name for name in vars(optimizer) if name.startswith("_optimizer_")]
         for name in dict.fromkeys((*kept, *hooks)):
             self.__dict__[name] = vars(optimizer)[name]
-        self._engine = engine
+        self.engine = engine
         self.given = optimizer
         self._report = report
         self._patch_step_function()
@@ -61,7 +61,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> StateView:  # type: ignore[override]
-        return StateView(self._engine, self._params)
+        return StateView(self.engine, self._params)
 
     def _params(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -73,7 +73,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
                 "expected step() without a closure, found one; evaluate the loss in the loop: updates that are due "
                 "later cannot call back"
             )
-        self._engine.step(self.param_groups)
+        self.engine.step(self.param_groups)
         # A scheduler made before prepare watches the user's own optimizer for the order of its calls.
         self.given._opt_called = True  # type: ignore[attr-defined]
 
@@ -81,8 +81,8 @@ class SpilledOptimizer(torch.optim.Optimizer):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         """torch.nn.utils.clip_grad_norm_ over all parameters of the model, in the model's order."""
-        self._engine.check_open()
-        params = list(self._engine.model.parameters())
+        self.engine.check_open()
+        params = list(self.engine.model.parameters())
         if all(p.grad is None for p in params):
             raise StateError("expected gradients to clip, found none on any parameter; call loss.backward() first")
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -95,14 +95,14 @@ class SpilledOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with tensors in host memory."""
-        self._engine.settle()
-        states = sum(u.spec.state_bytes for u in self._engine.units)
-        self._engine.parts.check_copies(states, "optimizer.state_dict")
+        self.engine.settle()
+        states = sum(u.spec.state_bytes for u in self.engine.units)
+        self.engine.parts.check_copies(states, "optimizer.state_dict")
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but the groups stay the same objects and every state goes to its home."""
-        self._engine.settle()
+        self.engine.settle()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         saved = copy.deepcopy(state_dict["param_groups"])
@@ -113,7 +113,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
             )
         names = [i for g in saved for i in g["params"]]
         states = dict(zip(self._params(), (state_dict["state"].get(i, {}) for i in names), strict=True))
-        write_states(self._engine, states)
+        write_states(self.engine, states)
         for group, values in zip(self.param_groups, saved, strict=True):
             group.update({k: v for k, v in values.items() if k not in ("params", "param_names")})
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -121,7 +121,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
 
     def report(self) -> dict[str, Any]:
         """Bytes per role and tier, traffic and times of the last step."""
-        self._engine.check_open()
+        self.engine.check_open()
         return self._report()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
 
     def revive(self) -> None:
         """Give the user's own optimizer its states back; called when the model is closed."""
-        states = {p: read_state(self._engine, p) for p in self._params()}
+        states = {p: read_state(self.engine, p) for p in self._params()}
         for name in ("step", "state_dict", "load_state_dict"):
             self.given.__dict__.pop(name, None)
         if self._given_step is not None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from overspill.errors import ModelError
 from overspill.kernels.masters import join, split
+from overspill.runtime.collect import Collector
 from overspill.runtime.generation import as_flat
 from overspill.runtime.masters import Masters
 from overspill.runtime.pages import Pages, arrays_of
@@ -21,12 +22,19 @@ from overspill.units.unit import Unit
 class OwnUpdate:
     """The user's optimizer: on the user's own parameters, or on fp32 stand-ins where those are masters' roundings."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[Unit], pages: Pages, masters: Masters) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[Unit],
+        pages: Pages,
+        masters: Masters,
+        collector: Collector | None,
+    ) -> None:
         self._runner = stand_in(optimizer, [])
         self._units = units
         self._pages = pages
         self._masters = masters
-        self._states = OwnStates(pages)
+        self._states = OwnStates(pages, collector)
         self.fields: tuple[str, ...] | None = None
         self.outline = self._states.outline
         self.read = self._states.read
@@ -37,28 +45,30 @@ class OwnUpdate:
 
     def run(self, unit: int, page: int, shares: Sequence[Share]) -> None:
         groups: list[dict[str, Any]] = []
-        used: dict[int, nn.Parameter] = {}
+        used: list[tuple[Share, nn.Parameter]] = []
         for share in shares:
             if not groups or groups[-1]["of"] is not share.hypers:
                 groups.append({**share.hypers, "params": [], "of": share.hypers})
-            used[share.due.param] = self._parameter(unit, page, share.part)
-            groups[-1]["params"].append(used[share.due.param])
+            used.append((share, self._parameter(unit, page, share.part)))
+            groups[-1]["params"].append(used[-1][1])
         asked = [group.pop("of") for group in groups]
-        self._step(groups, [(share, used[share.due.param]) for share in shares], (unit, page))
+        self._step(groups, used, (unit, page))
         for hypers, group in zip(asked, groups, strict=True):
             _refuse_changed_group(type(self._runner).__name__, hypers, group)
-        for share in shares:
-            self._round(unit, page, share.part, used[share.due.param])
+        for share, p in used:
+            self._round(unit, page, share.part, p)
 
     def _parameter(self, unit: int, page: int, part: PartSpec) -> nn.Parameter:
-        """The user's own parameter, or a stand-in with its masters."""
-        if (unit, part.param) not in self._masters:
-            return self._units[unit].params[part.param]
+        """The user's own parameter; or a stand-in with its masters, or with a part of it."""
         spec = self._units[unit].spec.params[part.param]
-        kept = self._kept(unit, page, part)
-        self._masters.current(unit, page, part, kept)
-        master = join(self._units[unit].elements(part.param), kept)
-        return nn.Parameter(master.as_strided(spec.shape, spec.stride))
+        entire, weight = part.numel == spec.numel, self._units[unit].elements(part.param, part.begin, part.end)
+        if (unit, part.param) in self._masters:
+            kept = self._kept(unit, page, part)
+            self._masters.current(unit, page, part, kept)
+            weight = join(weight, kept)
+        elif entire:
+            return self._units[unit].params[part.param]
+        return nn.Parameter(weight.as_strided(spec.shape, spec.stride) if entire else weight)
 
     def _kept(self, unit: int, page: int, part: PartSpec) -> Tensor:
         memory = self._pages.make(unit, page)
@@ -67,7 +77,7 @@ class OwnUpdate:
     def _round(self, unit: int, page: int, part: PartSpec, used: nn.Parameter) -> None:
         """What the optimizer made of the masters goes back into weight and page."""
         if (unit, part.param) in self._masters:
-            weight = self._units[unit].elements(part.param)
+            weight = self._units[unit].elements(part.param, part.begin, part.end)
             split(as_flat(used.detach()), weight, self._kept(unit, page, part))
             self._masters.edits.updated(unit, part)
 
@@ -85,7 +95,7 @@ class OwnUpdate:
             p.__class__ = nn.Parameter
             p.grad = None
             p.grad = share.whole()
-            state = self._states.lend(unit, share.due.param, page)
+            state = self._states.lend(unit, page, share.part)
             if state:
                 runner.state[p] = state
         counts = _counts(runner)

@@ -1,16 +1,18 @@
 """The parts of one engine, built from a layout and a placement: storage first, then who works on it."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from overspill.comm import Comm
 from overspill.errors import BudgetError
 from overspill.kernels.reference import Rule
 from overspill.program import Program
 from overspill.runtime.adopt import Source, adopt
+from overspill.runtime.collect import Collector
 from overspill.runtime.executor import Executor
 from overspill.runtime.generation import NARROW
 from overspill.runtime.gradient_bytes import GradientBytes
@@ -20,11 +22,13 @@ from overspill.runtime.lanes import Lanes
 from overspill.runtime.masters import Masters
 from overspill.runtime.own_update import OwnUpdate
 from overspill.runtime.pages import Home, Pages
+from overspill.runtime.ranks import Ranks
+from overspill.runtime.reduction import Reduction
 from overspill.runtime.scaling import LossScale
 from overspill.runtime.updates import Update, Updates
 from overspill.runtime.weights import Weights
 from overspill.specs import Budget, ParamSpec, TierName, align, human
-from overspill.tiers import Tier, host_available
+from overspill.tiers import DeviceTier, Tier, host_available
 from overspill.trace import Recorder
 from overspill.units.layout import Layout
 from overspill.units.unit import Unit
@@ -44,6 +48,8 @@ class Materials:
     """Our own update rule; None: the user's optimizer does every update."""
     source: Source
     extend: "Extend"
+    comm: Comm | None = None
+    """The other ranks; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +121,20 @@ class Made:
     update: Update
     updates: Updates
     recorder: Recorder
+    ranks: Ranks | None
+    collector: Collector | None
 
 
 def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) -> Made:
     """Adopt the model's weights unit by unit and wire up the ops."""
-    recorder = Recorder()
-    executor = Executor(program, Lanes(materials.device, recorder))
-    model, placements = program.model, program.placements
+    recorder, model, placements = Recorder(), program.model, program.placements
+    comm = materials.comm
+    ranks = Ranks(comm, [unit.name for unit in model.units]) if comm is not None else None
+    executor = Executor(program, Lanes(materials.device, recorder), ranks)
     # Weights first: what is in host memory already moves into the first slots of the arena.
-    homes = [_reserve(tiers, p.weight, u.weight_bytes) for u, p in zip(model.units, placements, strict=True)]
+    shares: Tiers = {"device": DeviceTier(materials.device)} if model.sharding.split("weight") else {}
+    places = {**tiers, **shares}
+    homes = [_reserve(places, p.weight, u.home_bytes) for u, p in zip(model.units, placements, strict=True)]
     grad_homes = [
         [_reserve(tiers, placement.grad, p.grad_bytes if p.trainable else 0) for p in unit.params]
         for unit, placement in zip(model.units, placements, strict=True)
@@ -134,17 +145,27 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
     ]
     pages = Pages(model, page_homes, executor)
     units = tuple(adopt(layout, homes, pages, materials.source))
-    grads = Gradients(units, GradientBytes(grad_homes, _Wider(program, tiers, materials.extend), executor), executor)
-    masters = Masters(units, pages)
+    collector = Collector(model.units, model.sharding, ranks, executor) if ranks is not None else None
+    reduction = Reduction(model.units, model.sharding, comm, executor) if comm is not None else None
+    own_bytes = GradientBytes(grad_homes, _Wider(program, tiers, materials.extend), executor, collector)
+    grads = Gradients(units, own_bytes, executor, reduction)
+    masters = Masters(units, pages, collector)
     optimizer, rule = materials.optimizer, materials.rule
-    update: Update = KernelUpdate(rule, units, pages, masters) if rule else OwnUpdate(optimizer, units, pages, masters)
+    update: Update = (
+        KernelUpdate(rule, units, pages, masters, collector)
+        if rule
+        else OwnUpdate(optimizer, units, pages, masters, collector)
+    )
     updates = Updates(update, grads, pages, masters)
-    for part in (Weights(units, tiers), grads, pages, updates):
+    for part in (Weights(units, places, comm), grads, pages, updates):
         executor.handle(part.handlers())
-    return Made(units, executor, grads, masters, update, updates, recorder)
+    if reduction is not None and ranks is not None:
+        executor.handle(reduction.handlers())
+        ranks.width, ranks.widen = reduction.width, reduction.widen
+    return Made(units, executor, grads, masters, update, updates, recorder, ranks, collector)
 
 
-def _reserve(tiers: Tiers, name: TierName, nbytes: int) -> Home | None:
+def _reserve(tiers: Mapping[TierName, Tier], name: TierName, nbytes: int) -> Home | None:
     tier = tiers.get(name)
     return (tier, tier.reserve(nbytes)) if tier is not None and nbytes else None
 

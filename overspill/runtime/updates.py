@@ -13,7 +13,7 @@ from torch import Tensor
 
 from overspill.program import Kind, Op
 from overspill.runtime.executor import Handler
-from overspill.runtime.generation import Generation, as_flat, full_dtype
+from overspill.runtime.generation import Generation, full_dtype
 from overspill.runtime.gradients import Gradients
 from overspill.runtime.lanes import Work
 from overspill.runtime.masters import Masters
@@ -55,7 +55,8 @@ class Share:
         if generation.zero:
             piece = torch.zeros(end - begin, dtype=full_dtype(generation.spec), device=self.device)
         else:
-            source = self.staged[begin:end] if self.staged is not None else self._own()[first + begin : first + end]
+            own = self.staged is None
+            source = self._own(first + begin, first + end) if own else self.staged[begin:end]  # type: ignore[index]
             piece = generation.widened(source)
             piece = piece.clone() if piece is source else piece
         for change in generation.todo[: self.due.changes]:
@@ -63,21 +64,23 @@ class Share:
         return piece
 
     def whole(self) -> Tensor:
-        """The gradient of a whole parameter; the bytes in `p.grad` themselves, where they count as they are."""
-        generation, changes = self.due.generation, self.due.changes
-        if self.staged is None and not generation.zero and not generation.narrow:
-            assert generation.value is not None, f"the gradient of {generation.spec.name} is not on the device"
+        """The part's gradient, of the shape of the parameter if the part is all of it; the bytes in `p.grad`
+        themselves, where they count as they are."""
+        generation, changes, spec = self.due.generation, self.due.changes, self.due.generation.spec
+        entire = self.part.numel == spec.numel
+        if entire and generation.span is None and self.staged is None and not generation.zero and not generation.narrow:
+            assert generation.value is not None, f"the gradient of {spec.name} is not on the device"
             for change in generation.todo[:changes]:
-                change.on(generation.value)
+                change.on(generation.value, None)
             del generation.todo[:changes]
             return generation.value
-        spec = generation.spec
-        return self.piece(0, self.part.numel).as_strided(spec.shape, spec.stride)
+        piece = self.piece(0, self.part.numel)
+        return piece.as_strided(spec.shape, spec.stride) if entire else piece
 
-    def _own(self) -> Tensor:
+    def _own(self, begin: int, end: int) -> Tensor:
         value = self.due.generation.value
         assert value is not None, f"the gradient of {self.due.generation.spec.name} is not on the device"
-        return as_flat(value)
+        return self.due.generation.part(value, begin, end)
 
 
 class Update(Protocol):
@@ -124,7 +127,8 @@ class Updates:
 
     def put(self, unit: int, jobs: tuple[Job, ...]) -> None:
         assert unit not in self._pending, "an older update of the unit must be drained before the next is due"
-        self._pending[unit] = jobs
+        if self._pages.model.units[unit].pages:
+            self._pending[unit] = jobs
         due = [d.param for job in jobs for d in job.due]
         # Weights saved for a backward are out of date from now on, and autograd shall say so, as after a plain step.
         self._masters.edits.due([(unit, param) for param in due])
@@ -165,9 +169,13 @@ class Updates:
         if generation.zero:
             return lambda: _copy(value, torch.zeros((), dtype=value.dtype, device=value.device))
         if here is not None:
-            return lambda: _copy(value, as_flat(here)[part.begin : part.end])
+            return lambda: _copy(value, generation.part(here, part.begin, part.end))
         assert home is not None, f"the gradient of {generation.spec.name} has no bytes"
-        slot = home[1].piece(part.begin * generation.dtype.itemsize, part.numel * generation.dtype.itemsize)
+        at, item = (
+            part.begin if generation.span is None else generation.span.locate(part.begin),
+            generation.dtype.itemsize,
+        )
+        slot = home[1].piece(at * item, part.numel * item)
         return lambda: home[0].load(slot, value.view(torch.uint8))
 
     def _run(self, op: Op) -> Work:

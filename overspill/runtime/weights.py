@@ -1,4 +1,4 @@
-"""Ops on weights: fetch, store, release, open.
+"""Ops on weights: fetch, store, gather, release, open.
 
 Note [Versions of what is away]: autograd saves weights with their version and looks whether it is the same when
 backward uses them. So the versions of a unit that leaves the device move far ahead, and back when the unit is opened: a
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from overspill.comm import Comm
 from overspill.program import Kind, Op
 from overspill.runtime.executor import Handler
 from overspill.runtime.lanes import Work
@@ -24,9 +25,10 @@ AHEAD = 1 << 30
 class Weights:
     """Moves the flat buffers of units between the device and their homes."""
 
-    def __init__(self, units: Sequence[Unit], tiers: Mapping[TierName, Tier]) -> None:
+    def __init__(self, units: Sequence[Unit], tiers: Mapping[TierName, Tier], comm: Comm | None = None) -> None:
         self._units = units
         self._tiers = tiers
+        self._comm = comm
         self._ahead: set[int] = set()
         """Units whose versions are moved."""
         for index, unit in enumerate(units):
@@ -37,6 +39,7 @@ class Weights:
         return {
             Kind.FETCH: self._fetch,
             Kind.STORE: self._store,
+            Kind.GATHER: self._gather,
             Kind.RELEASE: self._release,
             Kind.OPEN: self._open,
         }
@@ -47,17 +50,28 @@ class Weights:
 
     def _fetch(self, op: Op) -> Work:
         unit = self._units[op.unit]
-        tier, home, flat = self._home(unit), unit.home, unit.flat
+        tier = self._home(unit)
         unit.grow()
-        assert home is not None
-        return lambda: tier.load(home, flat)
+        return lambda: unit.load(tier)
 
     def _store(self, op: Op) -> Work:
         unit = self._units[op.unit]
-        tier, home, flat = self._home(unit), unit.home, unit.flat
-        assert home is not None
+        tier = self._home(unit)
         assert unit.here, f"unit {unit.spec.name} is to be written home but is not on the device"
-        return lambda: tier.store(home, flat)
+        return lambda: unit.store(tier)
+
+    def _gather(self, op: Op) -> Work:
+        unit, comm = self._units[op.unit], self._comm
+        assert comm is not None, "only over ranks"
+        assert unit.here, f"unit {unit.spec.name} is to be gathered but is not on the device"
+        flat, stripes = unit.flat, unit.spec.stripes
+
+        def gather() -> None:
+            for stripe in stripes:
+                bounds = [(b - stripe.begin) // stripe.dtype.itemsize for b in stripe.bounds]
+                comm.gather(flat[stripe.begin : stripe.end].view(stripe.dtype), bounds)
+
+        return gather
 
     def _release(self, op: Op) -> Work:
         unit = self._units[op.unit]

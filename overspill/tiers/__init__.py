@@ -17,9 +17,11 @@ from overspill.tiers.malloc import freed_at_once
 from overspill.tiers.null import NullTier
 from overspill.tiers.nvme import NvmeTier
 from overspill.tiers.probe import device_available, disk_free, host_available, resident_bytes
+from overspill.tiers.resident import DeviceTier
 from overspill.tiers.threads import workers
 
 __all__ = [
+    "DeviceTier",
     "GrowingTier",
     "HostTier",
     "NullTier",

@@ -6,7 +6,7 @@ unit too. A block that is mostly frozen, as beside adapters, is two units that a
 only ever read.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,10 +15,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from overspill.errors import ModelError
-from overspill.specs import MiB, ModelSpec, ParamSpec, StateFormat, UnitSpec, align, dense_stride
+from overspill.specs import MiB, ModelSpec, ParamSpec, Sharding, StateFormat, UnitSpec, align, dense_stride
 from overspill.units.pages import cut
+from overspill.units.stripes import Member, arrange, owned, share
 
 FROZEN = " (frozen)"
+NARROW = (torch.bfloat16, torch.float16)
 SPLIT_SHARE = 4
 """A block with more than 1/4 of the model's bytes is cut into its own blocks, where it has any."""
 
@@ -66,8 +68,10 @@ class Forms:
     grad: torch.dtype | None
     """What the gradients of those have room for; None: of the weight's dtype."""
     state: StateFormat
-    state_bytes: Callable[[nn.Parameter], int | None]
-    """What the user's optimizer will keep for a parameter; None where it does not have it."""
+    state_bytes: Callable[[nn.Parameter, Sequence[int]], int | None]
+    """What the user's optimizer will keep for a parameter, or a piece of it of this shape; None where it does not have
+    it."""
+    sharding: Sharding = Sharding()
 
     def weight_of(self, p: nn.Parameter, wide: set[int]) -> torch.dtype:
         if not p.is_floating_point() or self.weight is None:
@@ -92,7 +96,7 @@ def lay_out(model: nn.Module, forms: Forms, page_bytes: int = 64 * MiB) -> Layou
     units = tuple(_unit_spec(group, forms, wide, page_bytes) for group in groups)
     calls = tuple(_calls(model, owner, [g.name.removesuffix(FROZEN) for g in groups]))
     buffers = sum(b.nbytes for b in model.buffers())
-    spec = ModelSpec(units=units, together=_together(model, calls), buffer_bytes=buffers, format=forms.state)
+    spec = ModelSpec(units, _together(model, calls), buffers, forms.state, forms.sharding)
     return Layout(spec=spec, params=tuple(tuple(p for _, p in g.params) for g in groups), calls=calls)
 
 
@@ -158,28 +162,33 @@ def _merge_left_over(groups: list[_Group]) -> list[_Group]:
 
 
 def _unit_spec(group: _Group, forms: Forms, wide: set[int], page_bytes: int) -> UnitSpec:
-    offset, specs, kept = 0, [], []
-    for name, p in group.params:
-        kind = forms.weight_of(p, wide)
-        grad = forms.grad if forms.grad is not None and p.is_floating_point() else kind
-        nbytes, trainable = p.numel() * kind.itemsize, p.requires_grad
-        state = forms.state_bytes(p) if trainable else None
+    params, sharding = [p for _, p in group.params], forms.sharding
+    members = [Member(forms.weight_of(p, wide), p.numel(), p.requires_grad) for p in params]
+    offsets, stripes = arrange(members, sharding)
+    specs = []
+    for (name, p), member, offset in zip(group.params, members, offsets, strict=True):
+        grad = forms.grad if forms.grad is not None and p.is_floating_point() else member.dtype
+        item, mine = grad.itemsize if member.trainable else 0, owned(member, offset, stripes, sharding)
         specs.append(
             ParamSpec(
                 name=name,
                 shape=tuple(p.shape),
                 stride=dense_stride(p.shape, p.stride()),
-                dtype=kind,
+                dtype=member.dtype,
                 offset=offset,
-                nbytes=nbytes,
-                trainable=trainable,
-                grad_bytes=align(p.numel() * grad.itemsize) if trainable else 0,
-                state_bytes=(state or 0) if forms.state.fields is None else 0,
+                nbytes=member.numel * member.dtype.itemsize,
+                trainable=member.trainable,
+                grad_item=item,
+                grad_bytes=align((mine.room if sharding.split("grad") else member.numel) * item),
+                owned=mine,
+                master=member.dtype in NARROW
+                and forms.state.master is not None
+                and member.trainable
+                and forms.state_bytes(p, p.shape) is not None,
             )
         )
-        kept.append(state is not None)
-        offset += align(nbytes)
-    return UnitSpec(group.name, tuple(specs), tuple(cut(specs, kept, forms.state, page_bytes)))
+    pages = cut(specs, lambda i, shape: forms.state_bytes(params[i], shape), forms.state, page_bytes)
+    return UnitSpec(group.name, tuple(specs), tuple(pages), stripes, share(stripes, sharding))
 
 
 def _calls(model: nn.Module, owner: dict[int, int], blocks: list[str]) -> Iterator[Call]:

@@ -5,15 +5,17 @@ page takes as many as it has room for, of several small parameters or of a piece
 works on whole parameters, so there a page is a run of whole parameters, and a large one makes a large page.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from overspill.specs import PageSpec, ParamSpec, PartSpec, StateFormat, align
+from overspill.specs import CUT, PageSpec, ParamSpec, PartSpec, StateFormat, align
 
 PART = 256
 """Parts begin at a multiple of this many elements, so that every array of a page is aligned."""
-CUT = 4096
-"""A parameter is cut at multiples of this many elements, so that its gradient can be read from disk in pieces."""
+
+StateBytes = Callable[[int, Sequence[int]], int | None]
+"""(parameter, shape) -> what the user's optimizer will keep for it, or for a piece of it; None where it does not have
+it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class _Piece:
     begin: int
     end: int
     spec: ParamSpec
+    region_bytes: int = 0
 
     @property
     def room(self) -> int:
@@ -31,47 +34,60 @@ class _Piece:
 
     @property
     def grad_bytes(self) -> int:
-        whole = self.spec.numel
-        return align(self.spec.grad_bytes * (self.end - self.begin) // whole) if whole else 0
+        return align(self.spec.grad_item * (self.end - self.begin))
 
 
-def cut(params: Sequence[ParamSpec], kept: Sequence[bool], format: StateFormat, page_bytes: int) -> Iterator[PageSpec]:
-    """The pages of one unit. `kept`: which of its parameters the optimizer has."""
+def cut(
+    params: Sequence[ParamSpec], state_bytes: StateBytes, format: StateFormat, page_bytes: int
+) -> Iterator[PageSpec]:
+    """The pages of one unit, for what this rank updates of it."""
     ours = format.fields is not None
     pieces = [
         piece
-        for i, (p, has) in enumerate(zip(params, kept, strict=True))
-        if p.trainable and has
-        for piece in (_pieces(i, p, format, page_bytes) if ours else [_Piece(i, 0, p.numel, p)])
+        for i, p in enumerate(params)
+        if p.trainable and state_bytes(i, p.shape) is not None
+        for piece in (_pieces(i, p, format, page_bytes) if ours else _ranges(i, p, state_bytes))
     ]
     page: list[_Piece] = []
     for piece in pieces:
-        if page and _size([*page, piece], format, ours) > page_bytes:
-            yield _page(page, format, ours)
+        if page and _size([*page, piece], format) > page_bytes:
+            yield _page(page, format)
             page = []
         page.append(piece)
     if page:
-        yield _page(page, format, ours)
+        yield _page(page, format)
+
+
+def _ranges(index: int, p: ParamSpec, state_bytes: StateBytes) -> list[_Piece]:
+    """Whole parameters as they are; what is owned in ranges is a parameter of one dimension each."""
+    shapes = [p.shape if span == (0, p.numel) else (span[1] - span[0],) for span in p.owned.ranges]
+    return [
+        _Piece(index, begin, end, p, state_bytes(index, shape) or 0)
+        for (begin, end), shape in zip(p.owned.ranges, shapes, strict=True)
+    ]
 
 
 def _pieces(index: int, p: ParamSpec, format: StateFormat, page_bytes: int) -> list[_Piece]:
-    grad = p.grad_bytes // max(p.numel, 1)
-    most = max(page_bytes // (format.element_bytes + grad) // CUT * CUT, CUT) if p.numel else CUT
-    return [_Piece(index, begin, min(begin + most, p.numel), p) for begin in range(0, max(p.numel, 1), most)]
+    most = max(page_bytes // (format.element_bytes + p.grad_item) // CUT * CUT, CUT)
+    return [
+        _Piece(index, begin, min(begin + most, last), p)
+        for first, last in p.owned.ranges
+        for begin in range(first, max(last, first + 1), most)
+    ]
 
 
-def _size(pieces: Sequence[_Piece], format: StateFormat, ours: bool) -> int:
+def _size(pieces: Sequence[_Piece], format: StateFormat) -> int:
     elements = sum(piece.room for piece in pieces)
-    regions = 0 if ours else sum(piece.spec.state_bytes for piece in pieces)
+    regions = sum(piece.region_bytes for piece in pieces)
     return align(elements * format.element_bytes) + regions + sum(piece.grad_bytes for piece in pieces)
 
 
-def _page(pieces: Sequence[_Piece], format: StateFormat, ours: bool) -> PageSpec:
+def _page(pieces: Sequence[_Piece], format: StateFormat) -> PageSpec:
     elements = sum(piece.room for piece in pieces)
     element, region, parts = 0, align(elements * format.element_bytes), []
     for piece in pieces:
-        parts.append(PartSpec(piece.param, piece.begin, piece.end, element, region))
+        parts.append(PartSpec(piece.param, piece.begin, piece.end, element, region, piece.region_bytes))
         element += piece.room
-        region += 0 if ours else piece.spec.state_bytes
+        region += piece.region_bytes
     grads = sum(piece.grad_bytes for piece in pieces)
     return PageSpec(tuple(parts), elements, region, grads)

@@ -7,6 +7,7 @@ be as long as the matrix has rows. The stand-ins hold a few hundred elements, wh
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,21 +45,21 @@ class StateProbe:
         self._group = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
         self._known: dict[tuple[int, int], list[tuple[tuple[int, ...], int]]] = {}
 
-    def bytes_of(self, p: nn.Parameter) -> int | None:
-        """Bytes of all state tensors of `p`, each aligned; None if the optimizer does not have it."""
+    def bytes_of(self, p: nn.Parameter, shape: Sequence[int]) -> int | None:
+        """Bytes of all state tensors of `p`, or of a piece of it, each aligned; None if the optimizer does not have it."""
         group = self._group.get(id(p))
         if group is None:
             return None
-        key = (group, p.dim())
+        key = (group, len(shape))
         if key not in self._known:
-            self._known[key] = self._run(group, p)
-        return sum(align(_scaled(shape, p.shape) * itemsize) for shape, itemsize in self._known[key])
+            self._known[key] = self._run(group, p, len(shape))
+        return sum(align(_scaled(tiny, shape) * itemsize) for tiny, itemsize in self._known[key])
 
-    def _run(self, group: int, p: nn.Parameter) -> list[tuple[tuple[int, ...], int]]:
-        if p.dim() > len(PRIMES):
-            raise ModelError(f"expected parameters of at most {len(PRIMES)} dimensions, found one of {p.dim()}")
+    def _run(self, group: int, p: nn.Parameter, dims: int) -> list[tuple[tuple[int, ...], int]]:
+        if dims > len(PRIMES):
+            raise ModelError(f"expected parameters of at most {len(PRIMES)} dimensions, found one of {dims}")
         dtype = torch.float32 if p.is_floating_point() else p.dtype
-        tiny = nn.Parameter(torch.ones(PRIMES[: p.dim()], dtype=dtype))
+        tiny = nn.Parameter(torch.ones(PRIMES[:dims], dtype=dtype))
         tiny.grad = torch.ones_like(tiny)
         hypers = {k: v for k, v in self._optimizer.param_groups[group].items() if k != "params"}
         # These two speak of where the step runs, not of what it keeps, and want a GPU that a plan does not need.
@@ -70,7 +71,7 @@ class StateProbe:
         return [(tuple(t.shape), t.element_size()) for t in tensors]
 
 
-def _scaled(tiny: tuple[int, ...], shape: torch.Size) -> int:
+def _scaled(tiny: tuple[int, ...], shape: Sequence[int]) -> int:
     """Elements of a state whose stand-in has the sizes `tiny`, for a parameter of `shape`."""
     sizes = dict(zip(PRIMES, shape, strict=False))
     total = 1

@@ -6,13 +6,13 @@ leaving is `resize_(0)`, coming back is `resize_(n)`. The parameters stay views 
 the storage is empty would crash the process, which is why parameters are closed between uses (runtime/door.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from overspill.specs import UnitSpec
-from overspill.tiers import Slot
+from overspill.tiers import Slot, Tier
 
 
 class Unit:
@@ -56,6 +56,23 @@ class Unit:
         item = spec.dtype.itemsize
         last = spec.nbytes if end is None else end * item
         return self.flat[spec.offset + begin * item : spec.offset + last].view(spec.dtype)
+
+    def load(self, tier: Tier) -> None:
+        """From its home into the flat buffer. No view of that may outlive the call: see `viewed`."""
+        for slot, begin, end in self._home_pieces():
+            tier.load(slot, self.flat[begin:end])
+
+    def store(self, tier: Tier) -> None:
+        for slot, begin, end in self._home_pieces():
+            tier.store(slot, self.flat[begin:end])
+
+    def _home_pieces(self) -> Iterator[tuple[Slot, int, int]]:
+        """What its home holds: slots, and where they belong in the flat buffer."""
+        assert self.home is not None, f"unit {self.spec.name} lives on the device"
+        at = 0
+        for begin, end in self.spec.home:
+            yield self.home.piece(at, end - begin), begin, end
+            at += end - begin
 
     @property
     def nbytes(self) -> int:

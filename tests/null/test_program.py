@@ -8,7 +8,7 @@ import torch
 
 from overspill.plan.simulate import simulate, step_events
 from overspill.program import Begin, Event, Grad, Key, Kind, Lane, Mark, Need, Op, Program, Settle, Step, react, start
-from overspill.specs import Limits, ModelSpec, PageSpec, ParamSpec, PartSpec, Placement, UnitSpec, align
+from overspill.specs import Limits, ModelSpec, PageSpec, ParamSpec, PartSpec, Placement, Span, Stripe, UnitSpec, align
 
 TIERS = ("device", "host", "nvme")
 
@@ -24,15 +24,17 @@ def unit(name: str, elements: int, params: int = 3) -> UnitSpec:
             offset=i * align(nbytes),
             nbytes=nbytes,
             trainable=True,
+            grad_item=4,
             grad_bytes=align(nbytes),
-            state_bytes=2 * align(nbytes),
+            owned=Span(((0, elements),)),
         )
         for i in range(params)
     )
     pages = tuple(
         PageSpec((PartSpec(i, 0, elements, 0),), elements, 2 * align(nbytes), align(nbytes)) for i in range(params)
     )
-    return UnitSpec(name, specs, pages)
+    stripe = Stripe(torch.float32, (0, params * align(nbytes)), True)
+    return UnitSpec(name, specs, pages, (stripe,), (stripe.piece(0),))
 
 
 def program(sizes: list[int], placements: list[Placement], depth: int = 2) -> Program:

@@ -1,0 +1,64 @@
+"""Gradients: reduced over ranks, added to what is there, and sent home."""
+
+from dataclasses import replace
+
+from overspill.program.passing import drop_grad, drop_page, lanes
+from overspill.program.words import Grad, Key, Kind, Lane, Op, Program, State
+
+
+def grad(program: Program, state: State, event: Grad, ops: list[Op]) -> State:
+    """A contribution arrived: it goes its way, or waits for the others of its unit to be reduced with them."""
+    unit = event.unit
+    if not event.reduced:
+        return _take(program, state, event, ops)
+    before = state.arrived.get(unit, ())
+    again = any(param == event.param for param, _ in before)
+    arrived = before if again else (*before, (event.param, event.first))
+    state = replace(state, arrived={**state.arrived, unit: arrived})
+    waited = {i for i, p in enumerate(program.model.units[unit].params) if p.trainable}
+    return reduce(program, state, unit, ops) if waited <= {param for param, _ in arrived} else state
+
+
+def reduce(program: Program, state: State, unit: int, ops: list[Op]) -> State:
+    """Average what arrived of a unit's gradients over all ranks; what did not counts as zero."""
+    arrived = state.arrived.get(unit, ())
+    state = replace(state, arrived={u: found for u, found in state.arrived.items() if u != unit})
+    while state.staged:
+        state = drop_page(state, ops)
+    nbytes = sum(p.grad_item * p.numel for p in program.model.units[unit].params)
+    ops.append(Op(Kind.REDUCE, Lane.COMM, unit, nbytes=nbytes))
+    for param, first in arrived:
+        state = _take(program, state, Grad(unit, param, first), ops)
+    return state
+
+
+def flush(program: Program, state: State, ops: list[Op]) -> State:
+    return reduce(program, state, min(state.arrived), ops) if state.arrived else state
+
+
+def _take(program: Program, state: State, event: Grad, ops: list[Op]) -> State:
+    """Add a contribution to what is there, norm it while it is on the device, send it home; forget an older one."""
+    home, unit, param = program.placements[event.unit].grad, event.unit, event.param
+    nbytes = program.model.units[unit].params[param].grad_bytes
+    reduced = Key(Kind.REDUCE, unit)
+    if home == "device" or not nbytes:
+        if not event.first:
+            ops.append(Op(Kind.GRAD_ADD, Lane.COMPUTE, unit, param, waits=(reduced,)))
+        return state
+    while state.staged:
+        state = drop_page(state, ops)
+    while state.leaving and nbytes + _flying(program, state) > program.limits.flight:
+        state = drop_grad(program, state, ops)
+    if not event.first:
+        stored, fetched = Key(Kind.GRAD_STORE, unit, param), Key(Kind.GRAD_FETCH, unit, param)
+        if (unit, param) not in state.leaving:
+            ops.append(Op(Kind.GRAD_FETCH, lanes(home)[0], unit, param, nbytes, (stored,)))
+        ops.append(Op(Kind.GRAD_ADD, Lane.COMPUTE, unit, param, nbytes, (stored, fetched, reduced)))
+        state = replace(state, leaving=tuple(k for k in state.leaving if k != (unit, param)))
+    ops.append(Op(Kind.GRAD_NORM, Lane.COMPUTE, unit, param, waits=(reduced,)))
+    ops.append(Op(Kind.GRAD_STORE, lanes(home)[1], unit, param, nbytes, (reduced,)))
+    return replace(state, leaving=(*(k for k in state.leaving if k != (unit, param)), (unit, param)))
+
+
+def _flying(program: Program, state: State) -> int:
+    return sum(program.model.units[u].params[p].grad_bytes for u, p in state.leaving)

@@ -1,0 +1,24 @@
+"""What passes through the device on its way: pages of an update, gradients going home."""
+
+from dataclasses import replace
+
+from overspill.program.words import Key, Kind, Lane, Op, Program, State
+from overspill.specs import TierName
+
+
+def lanes(tier: TierName) -> tuple[Lane, Lane]:
+    """Who carries bytes from a home tier to the device, and who carries them back."""
+    return (Lane.READ, Lane.WRITE) if tier == "nvme" else (Lane.UP, Lane.DOWN)
+
+
+def drop_page(state: State, ops: list[Op]) -> State:
+    unit, page = state.staged[0]
+    ops.append(Op(Kind.PAGE_DROP, Lane.COMPUTE, unit, page, waits=(Key(Kind.STATE_STORE, unit, page),)))
+    return replace(state, staged=state.staged[1:])
+
+
+def drop_grad(program: Program, state: State, ops: list[Op]) -> State:
+    unit, param = state.leaving[0]
+    nbytes = program.model.units[unit].params[param].grad_bytes
+    ops.append(Op(Kind.GRAD_DROP, Lane.COMPUTE, unit, param, nbytes, (Key(Kind.GRAD_STORE, unit, param),)))
+    return replace(state, leaving=state.leaving[1:])

@@ -1,0 +1,124 @@
+"""The pure function: from (state, event) to (state, ops)."""
+
+from dataclasses import replace
+
+from overspill.program.gradients import flush, grad, reduce
+from overspill.program.passing import drop_grad, drop_page
+from overspill.program.updates import update
+from overspill.program.weights import advance, bring, gather, learn, make_room, mark, write_home
+from overspill.program.words import (
+    Begin,
+    Event,
+    Flush,
+    Grad,
+    Join,
+    Key,
+    Kind,
+    Lane,
+    Mark,
+    Need,
+    Op,
+    Program,
+    Settle,
+    State,
+    Step,
+)
+
+LOOK_AHEAD = 4
+"""Needs that are looked at for fetching ahead; how much is fetched, the window says."""
+
+
+def start(program: Program) -> State:
+    """The state before the first event: nothing away from home is on the device."""
+    order = tuple(range(len(program.model.units)))
+    whole = frozenset() if program.model.sharding.split("weight") else frozenset(order)
+    return State(expected={"train": order + order[::-1], "eval": order}, gathered=whole)
+
+
+def react(program: Program, state: State, event: Event) -> tuple[State, list[Op]]:
+    """The one place where decisions are made. See the package's notes."""
+    ops: list[Op] = []
+    match event:
+        case Need():
+            state = _need(program, state, event, ops)
+        case Mark():
+            state = mark(program, state, event)
+        case Grad():
+            state = grad(program, state, event, ops)
+        case Step():
+            state = _step(program, state, event, ops)
+        case Settle():
+            state = _settle(program, state, event, ops)
+        case Join():
+            state = _join(program, state, event, ops)
+        case Flush():
+            state = flush(program, state, ops)
+        case Begin():
+            state = learn(state, "eval") if event.phase == "eval" else state
+    return state, ops
+
+
+def _need(program: Program, state: State, event: Need, ops: list[Op]) -> State:
+    state = advance(state, event)
+    keep = event.held | state.pinned | frozenset(event.units)
+    for unit in event.units:
+        state = _make_whole(program, state, unit, keep, ops)
+        state = replace(state, here=(*(u for u in state.here if u != unit), unit) if program.away(unit) else state.here)
+        ops.append(Op(Kind.OPEN, Lane.COMPUTE, unit, waits=(Key(Kind.FETCH, unit), Key(Kind.GATHER, unit))))
+    return _prefetch(program, state, keep, ops)
+
+
+def _make_whole(program: Program, state: State, unit: int, keep: frozenset[int], ops: list[Op]) -> State:
+    """A unit's weights on the device: all of them, and current."""
+    state = bring(program, state, unit, keep, ops)
+    state = update(program, state, unit, ops)
+    return gather(program, state, unit, ops)
+
+
+def _prefetch(program: Program, state: State, keep: frozenset[int], ops: list[Op]) -> State:
+    """Fetch what is expected next, as long as it displaces nothing that is expected sooner; gather it too, and of those
+    that are to be updated before that the first."""
+    upcoming = state.expected.get(state.phase, ())[state.cursor :]
+    for position, unit in enumerate(upcoming[:LOOK_AHEAD]):
+        if program.away(unit) and unit not in state.here:
+            sooner = keep | frozenset(upcoming[:position])
+            kept = sum(program.model.units[u].weight_bytes for u in state.here if u in sooner)
+            if kept + program.model.units[unit].weight_bytes > program.limits.window:
+                break
+            state = bring(program, state, unit, sooner, ops)
+        if program.gathers and (position == 0 or unit not in state.pending):
+            state = gather(program, update(program, state, unit, ops), unit, ops)
+    return state
+
+
+def _join(program: Program, state: State, event: Join, ops: list[Op]) -> State:
+    """See Note [Ranks]."""
+    if event.kind == Kind.REDUCE:
+        return reduce(program, state, event.unit, ops)
+    assert event.kind == Kind.GATHER, f"nobody can join {event.kind}"
+    state = replace(state, gathered=state.gathered - {event.unit})
+    return _make_whole(program, state, event.unit, event.held | state.pinned | {event.unit}, ops)
+
+
+def _step(program: Program, state: State, event: Step, ops: list[Op]) -> State:
+    """Gradients are home, pins end, updates become due, and what was seen is what to expect."""
+    assert not state.arrived, f"gradients of units {sorted(state.arrived)} were never reduced"
+    while state.leaving:
+        state = drop_grad(program, state, ops)
+    state = replace(learn(state, "train"), pinned=state.pinned & event.held, pending=state.pending | event.due)
+    return make_room(program, state, 0, event.held, ops)
+
+
+def _settle(program: Program, state: State, event: Settle, ops: list[Op]) -> State:
+    every = range(len(program.model.units))
+    units = [u for u in (every if event.units is None else event.units) if u in state.pending]
+    for unit in units:
+        keep = state.pinned | event.held | {unit}
+        state = update(program, bring(program, state, unit, keep, ops), unit, ops)
+    for unit in every if event.units is None else event.units:
+        state = write_home(program, state, unit, ops)
+    while state.staged:
+        state = drop_page(state, ops)
+    while event.units is None and state.leaving:
+        state = drop_grad(program, state, ops)
+    return state

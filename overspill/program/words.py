@@ -1,0 +1,188 @@
+"""The words of the program: kinds of ops, lanes, ops, events, and what it knows and remembers."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from overspill.specs import Limits, ModelSpec, Phase, Placement
+
+
+class Kind(StrEnum):
+    """What an op does. The words after the dash say what it means for device memory."""
+
+    FETCH = "fetch"
+    """weights: home to device — takes the unit's bytes"""
+    STORE = "store"
+    """weights: device to home"""
+    RELEASE = "release"
+    """weights leave the device — gives the unit's bytes back"""
+    OPEN = "open"
+    """weights are there: the unit may be used"""
+    GRAD_FETCH = "grad_fetch"
+    """one partial gradient: home to device — takes its bytes"""
+    GRAD_ADD = "grad_add"
+    """a new contribution is added to the partial sum — gives the sum's bytes back to the contribution"""
+    GRAD_NORM = "grad_norm"
+    """the norm of a gradient, while its bytes are on the device"""
+    GRAD_STORE = "grad_store"
+    """one gradient: device to home"""
+    GRAD_DROP = "grad_drop"
+    """a gradient that arrived home leaves the device — gives its bytes back"""
+    STATE_FETCH = "state_fetch"
+    """a page of state: home to device — takes the page's state bytes"""
+    STATE_STORE = "state_store"
+    """a page of state: device to home"""
+    PAGE_GRADS = "page_grads"
+    """the gradients of a page: home to device — takes the page's gradient bytes"""
+    UPDATE = "update"
+    """the optimizer runs on one page"""
+    PAGE_DROP = "page_drop"
+    """a page leaves the device — gives all its bytes back"""
+    GATHER = "gather"
+    """weights: every rank's share of them to all ranks"""
+    REDUCE = "reduce"
+    """the gradients of a unit: summed over ranks, each rank keeps its share"""
+
+
+class Lane(StrEnum):
+    """Who runs an op. Every lane keeps its own order; lanes run side by side."""
+
+    COMPUTE = "compute"
+    UP = "up"
+    DOWN = "down"
+    READ = "read"
+    WRITE = "write"
+    COMM = "comm"
+
+
+class Key(NamedTuple):
+    kind: Kind
+    unit: int
+    item: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    kind: Kind
+    lane: Lane
+    unit: int
+    item: int = -1
+    """The page or the parameter; -1: the whole unit."""
+    nbytes: int = 0
+    waits: tuple[Key, ...] = ()
+
+    @property
+    def key(self) -> Key:
+        return Key(self.kind, self.unit, self.item)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """These units must be usable now, all of them at once."""
+
+    units: tuple[int, ...]
+    phase: Phase = "train"
+    held: frozenset[int] = frozenset()
+    """Units that must not leave now: somebody holds views of them, or a caller further up uses them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What became of a use: `pin` keeps the units on the device until the end of the step (a graph that we do not
+    see may use them), `written` says that their bytes may have changed and must be written home."""
+
+    units: tuple[int, ...]
+    pin: bool = False
+    written: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Grad:
+    """A gradient arrived. `first`: nothing was there to be added to. `reduced`: it is to be averaged over ranks before
+    it counts, when the unit's others are there too."""
+
+    unit: int
+    param: int
+    first: bool
+    reduced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The optimizer stepped: these units have an update due. `held` as in Need: what must stay pinned."""
+
+    due: frozenset[int]
+    held: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Do the pending updates of these units now and bring what changed home; None: of all units. `held` as in Need."""
+
+    units: tuple[int, ...] | None = None
+    held: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A forward pass of the whole model begins; in the eval phase the expected order starts anew."""
+
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Other ranks gather this unit's weights, or reduce its gradients: take part in it, with what is there."""
+
+    kind: Kind
+    unit: int
+    held: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """A backward pass is over: reduce the gradients of one unit that waits for others that did not come."""
+
+
+Event = Need | Mark | Grad | Step | Settle | Begin | Join | Flush
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What the function needs to know and that never changes while it runs."""
+
+    model: ModelSpec
+    placements: tuple[Placement, ...]
+    limits: Limits
+
+    def away(self, unit: int) -> bool:
+        """Whether the unit's weights are on the device only while they are used: they, or most of them, live
+        elsewhere."""
+        return self.placements[unit].weight != "device" or self.model.sharding.split("weight")
+
+    @property
+    def gathers(self) -> bool:
+        """Whether an update leaves every rank with its own share of the new weights."""
+        return self.model.sharding.split("state")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    here: tuple[int, ...] = ()
+    """Units away from home whose weights are (or are on their way to) the device, least recently needed first."""
+    pinned: frozenset[int] = frozenset()
+    changed: frozenset[int] = frozenset()
+    """Units whose device bytes are newer than their home."""
+    pending: frozenset[int] = frozenset()
+    staged: tuple[tuple[int, int], ...] = ()
+    """(unit, page) on the device for an update or on its way home."""
+    leaving: tuple[tuple[int, int], ...] = ()
+    """(unit, param) of gradients on their way home."""
+    gathered: frozenset[int] = frozenset()
+    """Units whose weights are whole on the device, or in a whole home."""
+    arrived: dict[int, tuple[tuple[int, bool], ...]] = field(default_factory=dict)
+    """Unit -> (param, first) of gradients that wait to be reduced."""
+    expected: dict[Phase, tuple[int, ...]] = field(default_factory=dict)
+    seen: dict[Phase, tuple[int, ...]] = field(default_factory=dict)
+    phase: Phase = "train"
+    cursor: int = 0

@@ -1,0 +1,143 @@
+"""Backward passes over ranks: what arrived in one, and how the ranks come together at its end and at a step.
+
+Note [End of a backward pass]: gradients are reduced unit by unit, as those of a unit are complete. What is left when a
+backward pass is over (units of which a parameter was not used) is reduced then. The ranks also tell each other which
+parameters got a gradient at all: one that this rank did not use, but another did, has a gradient here too, as if its
+own had been zero. A rank that has no backward pass while others do takes part when it comes to `step()`.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.autograd import Variable
+
+from overspill.program import Flush, Join, Kind
+from overspill.runtime.generation import Generation
+from overspill.runtime.handle import GradHandle
+from overspill.runtime.parts import Parts
+from overspill.runtime.ranks import Meeting, Point
+from overspill.runtime.residency import Residency
+from overspill.units.unit import Unit
+
+Place = tuple[int, int]
+
+
+class Rounds:
+    """See Note [End of a backward pass]."""
+
+    def __init__(self, units: Sequence[Unit], parts: Parts, residency: Residency) -> None:
+        assert parts.made.ranks is not None, "only over ranks"
+        self._units = units
+        self._executor = parts.executor
+        self._grads = parts.made.grads
+        self._ranks = parts.made.ranks
+        self._residency = residency
+        self._zero = parts.executor.program.model.sharding.zero
+        self._places = [(u, i) for u, unit in enumerate(units) for i, p in enumerate(unit.params) if p.requires_grad]
+        self._arrived: set[Place] = set()
+        self._watched = -1
+        """The backward pass whose end is waited for."""
+        self._steps = 0
+        self._held = 0
+        """How many `no_sync` contexts are open."""
+        self._grads.synced = lambda: not self._held or self._zero >= 2
+        self._grads.bytes.current = self._current
+        self._ranks.phase = self._phase
+        self._ranks.joins |= {
+            Meeting.GATHER: self._join,
+            Meeting.REDUCE: self._join,
+            Meeting.OVER: lambda point: self._exchange(),
+        }
+
+    def _current(self) -> list[Generation]:
+        found = (self._units[unit].params[param].grad for unit, param in self._places)
+        return [gradient.generation for gradient in found if isinstance(gradient, GradHandle)]
+
+    def _phase(self) -> str:
+        backward = torch._C._current_graph_task_id() != -1
+        return f"{'backward' if backward else self._residency.phase}, step {self._steps}"
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+
+    def arrived(self, unit: int, param: int) -> None:
+        """Autograd made a gradient."""
+        if not self._grads.synced():
+            return
+        self._arrived.add((unit, param))
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._watched):
+            self._watched = task
+            Variable._execution_engine.queue_callback(self.end)
+
+    def _join(self, point: Point) -> None:
+        self._ranks.settled(point)
+        kind = Kind.GATHER if point.kind == Meeting.GATHER else Kind.REDUCE
+        self._executor.join(Join(kind, point.unit, self._residency.held()))
+
+    def end(self) -> None:
+        """A backward pass is over, or a step begins."""
+        if not self._arrived and not self._executor.state.arrived:
+            return
+        for unit, param in self._places:
+            handle = self._units[unit].params[param].grad
+            if isinstance(handle, GradHandle) and handle.generation.local:
+                self._arrived.add((unit, param))
+                self._grads.hold_back(handle.generation)
+        while self._executor.state.arrived:
+            self._executor(Flush())
+        if not self._ranks.agree(self._over) and self._arrived:
+            self._exchange()
+        self._arrived.clear()
+        self._grads.unclaimed.clear()
+        self._watched = -1
+
+    def _over(self) -> tuple[Point, ...]:
+        return (Point(Meeting.OVER, 0, _hash(self._arrived)),) if self._arrived else ()
+
+    def _exchange(self) -> None:
+        """Which parameters got a gradient on some rank; those that did not here get what the others brought."""
+        mine = sorted(self._arrived)
+        found = self._ranks.comm.exchange([list(place) for place in mine])
+        union = {(u, i) for places in found for u, i in places}
+        self._arrived.clear()
+        for unit, param in sorted(union - set(mine)):
+            if (unit, param) in self._grads.unclaimed:
+                self._adopt(unit, param)
+        self._grads.unclaimed.clear()
+
+    def _adopt(self, unit: int, param: int) -> None:
+        p = self._units[unit].params[param]
+        held: Generation | None = p.grad.generation if isinstance(p.grad, GradHandle) else None
+        generation = self._grads.adopt(unit, param, held)
+        if generation is not held:
+            p.grad = None
+            p.grad = GradHandle([generation], self._grads, self._executor.lanes.device)
+
+    def meet_to_step(self) -> None:
+        """All ranks are about to step: what one has no gradient for may have come from another."""
+        self.end()
+        self._ranks.meet(Meeting.STEP, self._steps)
+
+    def step(self, due: Iterable[Place]) -> None:
+        """All ranks step, on gradients of the same parameters."""
+        self._ranks.meet(Meeting.STEP, self._steps, 1 + _hash(due))
+        self._steps += 1
+
+
+    def close(self) -> None:
+        """No rank leaves before all have what they need from it."""
+        self._ranks.meet(Meeting.CLOSE)
+        self._executor.finish()
+        self._ranks.comm.close()
+
+
+def _hash(places: Iterable[Place]) -> int:
+    return zlib.crc32(repr(sorted(places)).encode())
