@@ -16,11 +16,12 @@ from overspill.comm import connect
 from overspill.config import NvmeOption, Size, options
 from overspill.errors import OptionError, OverspillError, StateError
 from overspill.plan.plan import Plan
+from overspill.planning import Ground, make_plan
 from overspill.runtime.building import building
 from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine
 from overspill.runtime.optimizer import SpilledOptimizer, read_state
-from overspill.setup import Ground, build_engine, check_trainable, compute_device, make_plan, say_what_is_cast
+from overspill.setup import build_engine, check_trainable, compute_device, say_what_is_cast
 
 __all__ = [
     "Plan",

@@ -1,64 +1,43 @@
-"""From options to a plan, and from a plan to an engine."""
+"""From a plan to an engine; and what is refused before there is one."""
 
-import dataclasses
 import logging
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from overspill.comm import Comm
-from overspill.config import Options, parse_nvme, parse_size
-from overspill.errors import BudgetError, ModelError, OptionError, OverspillError, StateError, TierError
+from overspill.config import Options, parse_nvme
+from overspill.errors import BudgetError, ModelError, OptionError, StateError
 from overspill.kernels.masters import KEPT
-from overspill.kernels.reference import Rule, rule_of
 from overspill.loading import source_of
 from overspill.plan.plan import Plan
-from overspill.plan.solver import Request, finish, page_sizes, solve
+from overspill.planning import DTYPES, Ground, update_rule
 from overspill.runtime.building import builder_of, span_of
 from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine
 from overspill.runtime.optimizer import SpilledOptimizer
 from overspill.runtime.parts import Materials, Parts, Tiers, build
 from overspill.runtime.scaling import LossScale
-from overspill.specs import ROLES, Budget, Limits, Placement, Sharding, StateFormat, TierName, human
+from overspill.specs import ROLES, Budget, TierName, human
 from overspill.tiers import (
     HostTier,
     NullTier,
     NvmeTier,
     Tier,
-    device_available,
-    disk_free,
-    host_available,
     keep_no_freed_memory,
     share_one_heap,
 )
-from overspill.units.layout import Forms, Layout, lay_out, refuse_overlaps
-from overspill.units.states import StateProbe
+from overspill.units.layout import Layout, refuse_overlaps
 
 log = logging.getLogger("overspill")
 
 HOMES: tuple[TierName, ...] = ("host", "nvme")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MOST_PAGES = 1000
-"""With more pages than this, smaller ones would save next to nothing, and take minutes to plan."""
 STAGING = 2**20
 """Of the disk room that is taken beyond the plan."""
-AUTO_SHARE = {"cuda": (0.92, 0.8), "cpu": (0.4, 0.4)}
-"""What "auto" takes of the device and of the host; without a GPU both are the same memory."""
-
 _BY_ITSELF = "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD"
-ELEMENTWISE = {
-    getattr(torch.optim, n) for n in _BY_ITSELF.split() if n not in ("Adafactor", "Muon") and hasattr(torch.optim, n)
-}
-"""Those that treat every element by itself: ranks may own any elements. The others need whole parameters."""
 SEPARABLE = {getattr(torch.optim, name) for name in _BY_ITSELF.split() if hasattr(torch.optim, name)}
 """torch's optimizers that treat every parameter by itself."""
-
 COUPLED: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.LBFGS: "couples all parameters",
     torch.optim.SparseAdam: "needs sparse gradients",
@@ -139,210 +118,6 @@ def _not_separable(kind: type[torch.optim.Optimizer]) -> str:
         f"expected one of torch's own separable optimizers, found {kind.__module__}.{kind.__name__}; if its step "
         "treats every parameter by itself and keeps nothing across parameters, say prepare(..., separable=True)"
     )
-
-
-def update_rule(optimizer: torch.optim.Optimizer, chosen: Options) -> Rule | None:
-    """Our own rule for this optimizer's updates; None: its own `step` does them."""
-    if chosen.precision == "fp32" or chosen.kernels == "torch":
-        return None
-    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
-        return None
-    return rule_of(optimizer)
-
-
-@dataclass(frozen=True, slots=True)
-class Ground:
-    """What a plan is made for: a device, the machine around it, and the other ranks."""
-
-    device: torch.device
-    machine: Mapping[str, int] | None = None
-    """Stands in for this one."""
-    comm: Comm | None = None
-    world: int = 1
-    """How many ranks there would be, where there are none to ask."""
-
-    def sharding(self, zero: int, optimizer: torch.optim.Optimizer) -> Sharding:
-        whole = type(optimizer) not in ELEMENTWISE
-        if self.comm is None:
-            return Sharding(zero, 0, self.world, self.world > 1, whole)
-        return Sharding(zero, self.comm.rank, self.comm.size, True, whole)
-
-    @property
-    def locals(self) -> int:
-        """Ranks that share this machine's host memory and disks."""
-        return self.comm.locals if self.comm is not None else self.world
-
-
-def _forms(optimizer: torch.optim.Optimizer, chosen: Options, sharding: Sharding) -> Forms:
-    dtype, rule = DTYPES[chosen.precision], update_rule(optimizer, chosen)
-    wide = torch.float32 if chosen.micro_batches > 1 else None
-    format = StateFormat(master=KEPT.get(dtype), fields=rule.fields if rule else None)
-    return Forms(dtype, wide, format, StateProbe(optimizer).bytes_of, sharding)
-
-
-def _dtypes(forms: Forms, chosen: Options) -> dict[str, str]:
-    """The dtype of every role, in words."""
-    narrow = forms.state.master is not None
-    masters = {"bf16": "fp32 (the weight and 16 bits)", "fp16": "fp32"}
-    fields = forms.state.fields
-    return {
-        "weight": chosen.precision,
-        "gradient": f"{chosen.precision}, sums fp32" if narrow else chosen.precision,
-        "master": masters.get(chosen.precision, "the weight itself"),
-        "state": "as the optimizer makes it"
-        if fields is None
-        else ", ".join(f"{name} fp32" for name in fields) or "none",
-    }
-
-
-def make_plan(
-    model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Options, ground: Ground
-) -> tuple[Layout, Plan]:
-    """The plan that the options ask for, or a refusal that says what would work: the same on all ranks."""
-    budget = _budget(chosen, ground)
-    stages = _stages(chosen, ground)
-    refused: OverspillError | None = None
-    found: tuple[Layout, Plan] | None = None
-    for zero in stages:
-        try:
-            found = _plan_at(model, optimizer, chosen, (ground, budget, zero))
-        except OverspillError as error:
-            refused = error
-        if found is not None and (zero == stages[-1] or _enough(found[1])):
-            break
-        found = found if zero == stages[-1] else None
-    return _agreed(found, refused, model, (optimizer, chosen, ground, budget))
-
-
-def _stages(chosen: Options, ground: Ground) -> tuple[int, ...]:
-    """Those to try, in this order."""
-    if chosen.zero != "auto":
-        return (int(chosen.zero),)
-    if isinstance(chosen.place, Plan):
-        return (chosen.place.model.sharding.zero,)
-    alone = ground.comm is None and ground.world == 1
-    return (0,) if alone or (ground.comm is not None and ground.comm.size == 1) else (0, 1, 2, 3)
-
-
-def _enough(plan: Plan) -> bool:
-    """Whether "auto" stays with this stage: all is on the device; at stage 2 the weights are, which is all that a
-    higher one would add."""
-    roles = ROLES if plan.model.sharding.zero < 2 else ("weight",)
-    return all(p.of(role) == "device" for p in plan.placements for role in roles)
-
-
-def _agreed(
-    found: tuple[Layout, Plan] | None,
-    refused: OverspillError | None,
-    model: nn.Module,
-    asked: tuple[torch.optim.Optimizer, Options, Ground, Budget],
-) -> tuple[Layout, Plan]:
-    """The plan of all ranks: that of the first. Ranks own slightly different bytes, so each looks whether it fits."""
-    optimizer, chosen, ground, budget = asked
-    if ground.comm is not None:
-        mine = None if found is None else found[1]
-        told = {"refused": None if refused is None or mine else str(refused), "plan": mine and _outline(mine)}
-        heard = ground.comm.exchange(told)
-        for rank, each in zip(ground.comm.world_ranks, heard, strict=True):
-            if each["plan"] is None and found is not None:
-                raise BudgetError(f"expected a plan that fits on all ranks, found on rank {rank}: {each['refused']}")
-        if found is not None and any(each["plan"] != heard[0]["plan"] for each in heard):
-            place = [Placement(*homes) for homes in heard[0]["plan"]["homes"]]
-            zero, page = heard[0]["plan"]["zero"], heard[0]["plan"]["page"]
-            limits = Limits(**heard[0]["plan"]["limits"])
-            forms = _forms(optimizer, chosen, ground.sharding(zero, optimizer))
-            laid_out = lay_out(model, forms, page)
-            request = Request(laid_out.spec, budget, _dtypes(forms, chosen), page, chosen.micro_batches)
-            found = laid_out, finish(request, tuple(place), limits)
-    if found is None:
-        assert refused is not None, "there is a plan or a refusal"
-        raise refused
-    return found
-
-
-def _outline(plan: Plan) -> dict[str, Any]:
-    """What must be alike on all ranks."""
-    return {
-        "homes": [[p.weight, p.grad, p.state] for p in plan.placements],
-        "limits": dataclasses.asdict(plan.limits),
-        "page": plan.page_bytes,
-        "zero": plan.model.sharding.zero,
-    }
-
-
-def _plan_at(
-    model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Options, where: tuple[Ground, Budget, int]
-) -> tuple[Layout, Plan]:
-    ground, budget, zero = where
-    device = ground.device
-    forms = _forms(optimizer, chosen, ground.sharding(zero, optimizer))
-    if isinstance(chosen.place, Plan):
-        laid_out = lay_out(model, forms, chosen.place.page_bytes)
-        if chosen.place.model != laid_out.spec:
-            raise OptionError(
-                "expected place= to be a plan of this model and optimizer with the same precision, micro_batches and "
-                "kernels, found another; plan anew with these keywords"
-            )
-        return laid_out, _within(chosen.place, budget, chosen)
-    if chosen.place and "nvme" in chosen.place.values() and not chosen.nvme:
-        raise OptionError('expected nvme= with place= on nvme, found none; give a path on a fast disk: nvme="/scratch"')
-    dtypes = _dtypes(forms, chosen)
-    refused: BudgetError | None = None
-    for page in page_sizes(budget.device):
-        laid_out = lay_out(model, forms, page)
-        try:
-            request = Request(
-                laid_out.spec, budget, dtypes, page, chosen.micro_batches, chosen.place, device.type == "cpu"
-            )
-            return laid_out, solve(request)
-        except BudgetError as error:
-            refused = error
-        if sum(len(unit.pages) for unit in laid_out.spec.units) > MOST_PAGES:
-            break
-    assert refused is not None, "there is at least one page size"
-    raise refused
-
-
-def _within(made: Plan, budget: Budget, chosen: Options) -> Plan:
-    """A plan made earlier, in the budgets that are given now; "auto" keeps those that it was made for."""
-    device = made.budget.device if chosen.gpu == "auto" else budget.device
-    host = made.budget.host if chosen.host == "auto" else budget.host
-    now = Budget(device, host, budget.nvme)
-    for tier, limit in (("device", now.device), ("host", now.host), ("nvme", now.nvme)):
-        if made.peaks[tier] > limit:
-            raise BudgetError(
-                f"expected a plan within the {tier} budget of {human(limit)}, found one with a peak of "
-                f"{human(made.peaks[tier])}; plan anew with this budget, or raise it"
-            )
-    return dataclasses.replace(made, budget=now)
-
-
-def _budget(chosen: Options, ground: Ground) -> Budget:
-    """Of this rank: its share of what the machine's ranks have together; the least of all ranks."""
-    device, machine = ground.device, ground.machine
-    shares = dict(zip(("gpu", "host"), AUTO_SHARE[device.type], strict=True))
-    there = dict(machine) if machine else {"device": device_available(device), "host": host_available()}
-    sizes = {}
-    for name, tier in (("gpu", "device"), ("host", "host")):
-        value = getattr(chosen, name)
-        sizes[tier] = int(shares[name] * there[tier]) if value == "auto" else parse_size(name, value, there[tier])
-    room = sum(size if size is not None else int(0.95 * _free(path)) for path, size in parse_nvme(chosen.nvme))
-    if device.type == "cpu" and chosen.gpu == "auto":
-        # Without a GPU the device is memory that ranks share, too.
-        sizes["device"] //= ground.locals
-    found = (sizes["device"], sizes["host"] // ground.locals, room // ground.locals)
-    if ground.comm is not None:
-        found = tuple(min(each) for each in zip(*ground.comm.exchange(list(found)), strict=True))
-    return Budget(*found)
-
-
-def _free(path: Path) -> int:
-    try:
-        return disk_free(path)
-    except OSError as error:
-        raise TierError(
-            f"expected a folder at nvme path {str(path)!r}, found {error.strerror!r}; make it or give another path"
-        ) from error
 
 
 def build_engine(

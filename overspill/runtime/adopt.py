@@ -115,7 +115,7 @@ class _Keeping:
                     self._parts.setdefault(part.param, []).append((i, part))
 
     def __call__(self, param: int, begin: int, kept: Tensor) -> None:
-        """Elements of a parameter from `begin` on. They come in the order of the pages, which are written one by one."""
+        """Elements of a parameter from `begin` on, in the order of the pages, which are written one by one."""
         for page, part in self._parts.get(param, ()):
             low, high = max(begin, part.begin), min(begin + kept.numel(), part.end)
             if low < high:

@@ -24,7 +24,8 @@ Parts = Mapping[Place, Sequence[tuple[int, PartSpec]]]
 
 
 class Edits:
-    """Watches the weights that have masters, each rank those that it updates. `stale`: (unit, page, parameter) of what is kept and out of date."""
+    """Watches the weights that have masters, each rank those that it updates. `stale`: (unit, page, parameter) of what
+    is kept and out of date."""
 
     def __init__(self, units: Sequence[Unit], parts: Parts) -> None:
         self._units = units

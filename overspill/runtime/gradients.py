@@ -3,10 +3,6 @@
 Note [Lent gradients]: a view of a gradient (`p.grad[0]`, `p.grad.view(-1)`) may be written to unseen. So whoever asks
 for one gets the bytes themselves: the gradient moves to the device and stays there while views of it are held.
 Changes reach it at once, and `step()` takes a copy.
-
-Note [Reduced gradients]: over ranks, what a backward pass makes is first averaged, with the unit's others (reduction.py),
-and then goes the way of any gradient. A parameter that this rank did not use may have got a gradient on others: then the
-unit's reduction brings it here too, *unclaimed*, until the ranks have told each other at the end of the backward pass.
 """
 
 import logging
@@ -17,12 +13,12 @@ import torch
 from torch import Tensor
 
 from overspill.errors import ModelError
-from overspill.program import Grad, Kind, Op, Settle
-from overspill.runtime.collect import array
+from overspill.program import Grad, Kind, Op
 from overspill.runtime.executor import Executor, Handler
-from overspill.runtime.generation import NARROW, Change, Generation, as_bytes, as_flat, full_dtype
+from overspill.runtime.generation import NARROW, Change, Generation, as_bytes, full_dtype
 from overspill.runtime.gradient_bytes import GradientBytes
 from overspill.runtime.lanes import Work
+from overspill.runtime.reduced import Reduced
 from overspill.runtime.reduction import Reduction
 from overspill.units.unit import Unit
 
@@ -42,12 +38,8 @@ class Gradients:
         self.bytes = bytes
         self._executor = executor
         self._device = executor.lanes.device
-        self._reduction = reduction
-        self._waiting: dict[tuple[int, int], Generation] = {}
-        """Gradients to which a reduction will contribute. See Note [Reduced gradients]."""
-        self.unclaimed: dict[tuple[int, int], Tensor] = {}
-        self.synced: Callable[[], bool] = lambda: True
-        """Whether what backward passes make now is reduced, or held on this rank for a later one."""
+        self.reduced = Reduced(self, reduction, executor) if reduction is not None else None
+        """Over ranks."""
         self._arriving: dict[tuple[int, int], Generation] = {}
         """The gradient that an event speaks of, until it is sent home."""
         self._leaving: dict[tuple[int, int], Generation] = {}
@@ -56,8 +48,6 @@ class Gradients:
         self._lent: weakref.WeakSet[Generation] = weakref.WeakSet()
         self.factor: Tensor | None = None
         """What undoes the scale of the gradients that autograd makes now; None where they are not scaled."""
-        if reduction is not None:
-            reduction.arrived = self._reduced
 
     def handlers(self) -> dict[Kind, Handler]:
         return {
@@ -72,14 +62,12 @@ class Gradients:
 
     def arrive(self, unit: int, param: int, value: Tensor) -> Generation:
         """Autograd made the first gradient of a parameter."""
-        if self._reduction is None:
-            return self.take(unit, param, value, self.factor)
-        if not self.synced():
-            generation = self.take(unit, param, value, self.factor)
-            generation.local = True
+        if self.reduced is not None and self.reduced.synced():
+            generation = Generation(unit, param, self._units[unit].spec.params[param], None, self.factor)
+            self.reduced.put(generation, self._laid_out(unit, param, value))
             return generation
-        generation = Generation(unit, param, self._units[unit].spec.params[param], None, self.factor)
-        self._to_reduce(generation, self._laid_out(unit, param, value))
+        generation = self.take(unit, param, value, self.factor)
+        generation.local = self.reduced is not None
         return generation
 
     def take(self, unit: int, param: int, value: Tensor, factor: Tensor | None = None) -> Generation:
@@ -89,7 +77,7 @@ class Gradients:
         if factor is not None and value.dtype == full_dtype(spec):
             value, factor = value * factor, None
         generation = Generation(unit, param, spec, value, factor)
-        self._send_home(generation)
+        self.send_home(generation)
         return generation
 
     def _laid_out(self, unit: int, param: int, value: Tensor) -> Tensor:
@@ -101,27 +89,23 @@ class Gradients:
                 "supported: set sparse=False on the module that makes them"
             )
         dtype = value.dtype if value.dtype == spec.dtype else full_dtype(spec)
-        by_element = self.bytes.home(unit, param) is not None or spec.dtype in NARROW or self._reduction is not None
+        by_element = self.bytes.home(unit, param) is not None or spec.dtype in NARROW or self.reduced is not None
         if value.dtype != dtype or (by_element and value.stride() != spec.stride):
             value = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=value.device).copy_(value)
         return value
 
-    def _claim(self, generation: Generation) -> None:
+    def claim(self, generation: Generation) -> None:
         key = (generation.unit, generation.param)
         if self._leaving.get(key) is not generation:
             # An older one that is still on the device keeps the bytes it has there, for whoever looks at it.
             self._leaving.pop(key, None)
         self.bytes.claim(generation)
-
-    def _send_home(self, generation: Generation) -> None:
-        if self._reduction is not None and self._reduction.divides and generation.span is None:
-            # All ranks were given the same whole gradient, and have room for what they own.
-            whole, generation.span = generation.value, generation.spec.owned
-            assert whole is not None, f"the gradient of {generation.spec.name} is not on the device"
-            elements = as_flat(whole)
-            generation.value = array(generation.span, lambda b, e: elements[b:e], whole.dtype, whole.device)
-        self._claim(generation)
         self.bytes.make_room(generation)
+
+    def send_home(self, generation: Generation) -> None:
+        if self.reduced is not None:
+            self.reduced.keep_share(generation)
+        self.claim(generation)
         if self.bytes.home(generation.unit, generation.param) is not None:
             self._arriving[generation.unit, generation.param] = generation
             self._executor(Grad(generation.unit, generation.param, first=True))
@@ -130,8 +114,8 @@ class Gradients:
         """Another micro-batch contributes, or the user adds something."""
         unit, spec = generation.unit, generation.spec
         in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and self._reduction is not None and self.synced():
-            self._to_reduce(generation, self._laid_out(unit, generation.param, value))
+        if in_backward and self.reduced is not None and self.reduced.synced():
+            self.reduced.put(generation, self._laid_out(unit, generation.param, value))
             return
         if generation.zero and not generation.todo and in_backward and spec.dtype in NARROW:
             # Nothing was there: a narrow contribution stays narrow.
@@ -143,19 +127,19 @@ class Gradients:
             # An update that is due takes the gradient as it was.
             generation.change(Change.of(lambda total, x: total.add_(x, alpha=alpha), (value,), spec))
             return
-        self._contribute(generation, lambda total: total.add_(value, alpha=alpha))
+        self.contribute(generation, lambda total: total.add_(value, alpha=alpha))
 
-    def _contribute(self, generation: Generation, contribution: Callable[[Tensor], object]) -> None:
+    def contribute(self, generation: Generation, contribution: Callable[[Tensor], object]) -> None:
         unit, param = generation.unit, generation.param
         if generation.zero:
             generation.value, generation.zero = generation.empty(self._device).zero_(), False
-            self._claim(generation)
+            self.claim(generation)
         key, home = (unit, param), self.bytes.home(unit, param)
         if home is not None and generation.value is not None and self._leaving.get(key) is not generation:
             # Its bytes are on the device though it lives elsewhere (it was zero): add, then send it home.
             generation.value = generation.value.to(self._device)
             generation.add(contribution)
-            self._send_home(generation)
+            self.send_home(generation)
             return
         self._arriving[key], self._coming[key] = generation, contribution
         self._executor(Grad(unit, param, first=False))
@@ -165,7 +149,7 @@ class Gradients:
         generation.value = generation.empty(self._device, value.dtype).copy_(value)
         generation.dtype, generation.factor, generation.zero = value.dtype, self.factor, False
         generation.norms.clear()
-        self._send_home(generation)
+        self.send_home(generation)
 
     def lend(self, cell: list[Generation]) -> Tensor:
         """The own bytes of the gradient in this cell of a handle. See Note [Lent gradients]."""
@@ -174,7 +158,7 @@ class Gradients:
                 other.lent = False
                 other.norms.clear()
                 self._lent.discard(other)
-                self._send_home(other)
+                self.send_home(other)
         old = cell[0]
         if not old.lent:
             # Always other bytes: an update that is due, or a lane that carries them home, may be using the old ones.
@@ -188,86 +172,13 @@ class Gradients:
         assert own is not None, f"the lent gradient of {old.spec.name} is not on the device"
         return own
 
-    # --- over ranks: see Note [Reduced gradients]
-
-    def hold_back(self, generation: Generation) -> None:
-        """What was held on this rank is reduced at the end of a backward pass that brought nothing to add to it."""
-        value = self.bytes.share(generation)
-        self._renew(generation)
-        self._to_reduce(generation, value)
-
-    def _renew(self, generation: Generation) -> None:
-        """All that it had is part of what will be reduced."""
-        generation.value, generation.zero, generation.local = None, True, False
-        generation.dtype, generation.factor = full_dtype(generation.spec), None
-        generation.todo.clear()
-        generation.norms.clear()
-
-    def _to_reduce(self, generation: Generation, value: Tensor) -> None:
-        assert self._reduction is not None, "only over ranks"
-        unit, param, spec = generation.unit, generation.param, generation.spec
-        if generation.local:
-            held = self.bytes.share(generation)
-            wide = value.to(full_dtype(spec))
-            value = held + (wide if self.factor is None or value.dtype != spec.dtype else wide * self.factor)
-            self._renew(generation)
-        elif generation.zero and not generation.todo:
-            generation.factor = self.factor if value.dtype == spec.dtype else None
-        elif unit in self._executor.state.pending:
-            # An update that is due takes the gradient as it was.
-            self._executor(Settle((unit,)))
-        self._reduction.put(unit, param, value, self.factor)
-        self._waiting[unit, param] = generation
-        self._executor(Grad(unit, param, first=generation.zero and not generation.todo, reduced=True))
-
-    def _reduced(self, unit: int, sums: dict[int, Tensor]) -> None:
-        """A reduction is on its way: its sums go to the gradients that wait for them."""
-        for param, value in sums.items():
-            generation = self._waiting.pop((unit, param), None)
-            if generation is None:
-                self.unclaimed[unit, param] = value
-            elif generation.zero and not generation.todo:
-                self._fill(generation, value)
-                if self.bytes.home(unit, param) is not None:
-                    self._arriving[unit, param] = generation
-            else:
-                self._arriving[unit, param] = generation
-                self._coming[unit, param] = self._contribution(generation, value)
-
-    def _fill(self, generation: Generation, value: Tensor) -> None:
-        """A gradient without bytes gets what was reduced."""
-        spec = generation.spec
-        divided = self._reduction is not None and self._reduction.shares
-        generation.span = spec.owned if divided else None
-        generation.value = value if divided else value.as_strided(spec.shape, spec.stride)
-        generation.dtype, generation.zero = value.dtype, False
-        if generation.dtype == full_dtype(spec):
-            generation.factor = None
-        generation.norms.clear()
-        self._claim(generation)
-        self.bytes.make_room(generation)
-
-    def _contribution(self, generation: Generation, value: Tensor) -> Callable[[Tensor], object]:
-        spec, factor = generation.spec, self.factor
-        narrow = value.dtype != full_dtype(spec)
-
-        def add(total: Tensor) -> None:
-            more = value.to(full_dtype(spec)) if narrow else value
-            more = more * factor if narrow and factor is not None else more
-            total.add_(more if generation.span is not None else more.as_strided(spec.shape, spec.stride))
-
-        return add
-
-    def adopt(self, unit: int, param: int, generation: Generation | None) -> Generation:
-        """Another rank had a gradient for this parameter, this one had not: what came of it is its gradient here."""
-        spec, value = self._units[unit].spec.params[param], self.unclaimed.pop((unit, param))
-        if generation is not None and not generation.zero:
-            self._contribute(generation, self._contribution(generation, value))
-            return generation
-        made = Generation(unit, param, spec, None, self.factor)
-        self._fill(made, value)
-        self._send_home(made)
-        return made
+    def expect(self, generation: Generation, contribution: Callable[[Tensor], object] | None) -> None:
+        """The events that follow speak of this gradient, and of what is to be added to it."""
+        key = (generation.unit, generation.param)
+        if contribution is not None or self.bytes.home(*key) is not None:
+            self._arriving[key] = generation
+        if contribution is not None:
+            self._coming[key] = contribution
 
     # --- ops
 

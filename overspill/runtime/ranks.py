@@ -116,8 +116,8 @@ class Ranks:
         found = ", ".join(f"rank {r} at {p}" for r, p in zip(self.comm.world_ranks, places, strict=True))
         if len(set(places)) > 1:
             return (
-                f"expected all ranks to come to the same place, found {found}; do the same calls, and as many steps, on "
-                "every rank: a loader that ends earlier on one of them is a common cause"
+                f"expected all ranks to come to the same place, found {found}; make the same calls, and as many steps, "
+                "on every rank: a loader that ends earlier on one of them is a common cause"
             )
         return (
             f"expected the same on all ranks at {places[0]} ({self.phase()}), found that it is not: gradients, or "

@@ -31,7 +31,9 @@ class Rounds:
         assert parts.made.ranks is not None, "only over ranks"
         self._units = units
         self._executor = parts.executor
+        assert parts.made.grads.reduced is not None, "only over ranks"
         self._grads = parts.made.grads
+        self._reduced = parts.made.grads.reduced
         self._ranks = parts.made.ranks
         self._residency = residency
         self._zero = parts.executor.program.model.sharding.zero
@@ -42,7 +44,7 @@ class Rounds:
         self._steps = 0
         self._held = 0
         """How many `no_sync` contexts are open."""
-        self._grads.synced = lambda: not self._held or self._zero >= 2
+        self._reduced.synced = lambda: not self._held or self._zero >= 2
         self._grads.bytes.current = self._current
         self._ranks.phase = self._phase
         self._ranks.joins |= {
@@ -69,7 +71,7 @@ class Rounds:
 
     def arrived(self, unit: int, param: int) -> None:
         """Autograd made a gradient."""
-        if not self._grads.synced():
+        if not self._reduced.synced():
             return
         self._arrived.add((unit, param))
         task = torch._C._current_graph_task_id()
@@ -90,13 +92,13 @@ class Rounds:
             handle = self._units[unit].params[param].grad
             if isinstance(handle, GradHandle) and handle.generation.local:
                 self._arrived.add((unit, param))
-                self._grads.hold_back(handle.generation)
+                self._reduced.put_held(handle.generation)
         while self._executor.state.arrived:
             self._executor(Flush())
         if not self._ranks.agree(self._over) and self._arrived:
             self._exchange()
         self._arrived.clear()
-        self._grads.unclaimed.clear()
+        self._reduced.unclaimed.clear()
         self._watched = -1
 
     def _over(self) -> tuple[Point, ...]:
@@ -109,14 +111,14 @@ class Rounds:
         union = {(u, i) for places in found for u, i in places}
         self._arrived.clear()
         for unit, param in sorted(union - set(mine)):
-            if (unit, param) in self._grads.unclaimed:
+            if (unit, param) in self._reduced.unclaimed:
                 self._adopt(unit, param)
-        self._grads.unclaimed.clear()
+        self._reduced.unclaimed.clear()
 
     def _adopt(self, unit: int, param: int) -> None:
         p = self._units[unit].params[param]
         held: Generation | None = p.grad.generation if isinstance(p.grad, GradHandle) else None
-        generation = self._grads.adopt(unit, param, held)
+        generation = self._reduced.adopt(unit, param, (self._units[unit].spec.params[param], held))
         if generation is not held:
             p.grad = None
             p.grad = GradHandle([generation], self._grads, self._executor.lanes.device)
@@ -130,7 +132,6 @@ class Rounds:
         """All ranks step, on gradients of the same parameters."""
         self._ranks.meet(Meeting.STEP, self._steps, 1 + _hash(due))
         self._steps += 1
-
 
     def close(self) -> None:
         """No rank leaves before all have what they need from it."""

@@ -7,7 +7,7 @@ only ever read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -71,7 +71,7 @@ class Forms:
     state_bytes: Callable[[nn.Parameter, Sequence[int]], int | None]
     """What the user's optimizer will keep for a parameter, or a piece of it of this shape; None where it does not have
     it."""
-    sharding: Sharding = Sharding()
+    sharding: Sharding = field(default_factory=Sharding)
 
     def weight_of(self, p: nn.Parameter, wide: set[int]) -> torch.dtype:
         if not p.is_floating_point() or self.weight is None:

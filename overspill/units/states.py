@@ -46,7 +46,7 @@ class StateProbe:
         self._known: dict[tuple[int, int], list[tuple[tuple[int, ...], int]]] = {}
 
     def bytes_of(self, p: nn.Parameter, shape: Sequence[int]) -> int | None:
-        """Bytes of all state tensors of `p`, or of a piece of it, each aligned; None if the optimizer does not have it."""
+        """Bytes of all state tensors of `p`, or of a piece of it, each aligned; None if the optimizer has it not."""
         group = self._group.get(id(p))
         if group is None:
             return None

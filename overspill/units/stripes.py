@@ -1,8 +1,8 @@
 """Divides a unit's flat buffer over ranks.
 
-Note [Stripes]: collectives work on stripes of constant size, however large a unit is. Rank r has the r-th piece of every
-stripe, so what arrives or leaves with a stripe is spread evenly over the ranks, and their links. A stripe has one dtype,
-and is trained as a whole or frozen as a whole: gradients can be summed as one array, and states are spread evenly too.
+Note [Stripes]: collectives work on stripes of constant size, however large a unit is. Rank r has the r-th piece of
+every stripe, so what arrives or leaves with a stripe is spread evenly over the ranks, and their links. A stripe has one
+dtype, and is trained as a whole or frozen as a whole: gradients are summed as one array, and states are spread evenly.
 Padding is at the end of a dtype's last stripe only. Where an optimizer needs whole parameters, pieces are runs of whole
 parameters, the largest given first to the rank that has least, and no two pieces need be alike.
 """

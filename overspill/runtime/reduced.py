@@ -1,0 +1,134 @@
+"""Gradients over ranks, on their way from a backward pass to where they count.
+
+Note [Reduced gradients]: what a backward pass makes is first averaged over ranks, with the unit's others
+(reduction.py), and then goes the way of any gradient. A parameter that this rank did not use may have got a gradient on
+others: then the unit's reduction brings it here too, *unclaimed*, until the ranks have told each other at the end of
+the backward pass. What passes inside `no_sync` make is held on its own rank (*local*), and goes into the next reduction.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from overspill.program import Grad, Settle
+from overspill.runtime.collect import array
+from overspill.runtime.executor import Executor
+from overspill.runtime.generation import Generation, as_flat, full_dtype
+from overspill.runtime.gradient_bytes import GradientBytes
+from overspill.runtime.reduction import Reduction
+from overspill.specs import ParamSpec
+
+
+class Book(Protocol):
+    """Who keeps all gradients."""
+
+    bytes: GradientBytes
+    factor: Tensor | None
+
+    def claim(self, generation: Generation) -> None: ...
+    def send_home(self, generation: Generation) -> None: ...
+    def contribute(self, generation: Generation, contribution: Callable[[Tensor], object]) -> None: ...
+    def expect(self, generation: Generation, contribution: Callable[[Tensor], object] | None) -> None: ...
+
+
+class Reduced:
+    """See Note [Reduced gradients]."""
+
+    def __init__(self, book: Book, reduction: Reduction, executor: Executor) -> None:
+        self._book = book
+        self._reduction = reduction
+        self._executor = executor
+        self._waiting: dict[tuple[int, int], Generation] = {}
+        """Gradients to which a reduction will contribute."""
+        self.unclaimed: dict[tuple[int, int], Tensor] = {}
+        self.synced: Callable[[], bool] = lambda: True
+        """Whether what backward passes make now is reduced, or held on this rank for a later one."""
+        reduction.arrived = self._arrived
+
+    def keep_share(self, generation: Generation) -> None:
+        """All ranks were given the same whole gradient, and have room for what they own of it."""
+        if self._reduction.divides and generation.span is None:
+            whole, generation.span = generation.value, generation.spec.owned
+            assert whole is not None, f"the gradient of {generation.spec.name} is not on the device"
+            elements = as_flat(whole)
+            generation.value = array(generation.span, lambda b, e: elements[b:e], whole.dtype, whole.device)
+
+    def put_held(self, generation: Generation) -> None:
+        """What was held on this rank is reduced at the end of a backward pass that brought nothing to add to it."""
+        value = self._book.bytes.share(generation)
+        _renew(generation)
+        self.put(generation, value)
+
+    def put(self, generation: Generation, value: Tensor) -> None:
+        """A backward pass made `value`, whole and laid out as the parameter is."""
+        unit, param, spec, factor = generation.unit, generation.param, generation.spec, self._book.factor
+        if generation.local:
+            held, wide = self._book.bytes.share(generation), value.to(full_dtype(spec))
+            value = held + (wide if factor is None or value.dtype != spec.dtype else wide * factor)
+            _renew(generation)
+        elif generation.zero and not generation.todo:
+            generation.factor = factor if value.dtype == spec.dtype else None
+        elif unit in self._executor.state.pending:
+            # An update that is due takes the gradient as it was.
+            self._executor(Settle((unit,)))
+        self._reduction.put(unit, param, value, factor)
+        self._waiting[unit, param] = generation
+        self._executor(Grad(unit, param, first=generation.zero and not generation.todo, reduced=True))
+
+    def _arrived(self, unit: int, sums: dict[int, Tensor]) -> None:
+        """A reduction is on its way: its sums go to the gradients that wait for them."""
+        for param, value in sums.items():
+            generation = self._waiting.pop((unit, param), None)
+            if generation is None:
+                self.unclaimed[unit, param] = value
+            elif generation.zero and not generation.todo:
+                self._fill(generation, value)
+                self._book.expect(generation, None)
+            else:
+                self._book.expect(generation, self._contribution(generation, value))
+
+    def _fill(self, generation: Generation, value: Tensor) -> None:
+        """A gradient without bytes gets what was reduced."""
+        spec = generation.spec
+        generation.span = spec.owned if self._reduction.shares else None
+        generation.value = value if self._reduction.shares else value.as_strided(spec.shape, spec.stride)
+        generation.dtype, generation.zero = value.dtype, False
+        if generation.dtype == full_dtype(spec):
+            generation.factor = None
+        generation.norms.clear()
+        self._book.claim(generation)
+
+    def _contribution(self, generation: Generation, value: Tensor) -> Callable[[Tensor], object]:
+        spec, factor = generation.spec, self._book.factor
+
+        def add(total: Tensor) -> None:
+            more = _wide(value, spec, factor)
+            total.add_(more if generation.span is not None else more.as_strided(spec.shape, spec.stride))
+
+        return add
+
+    def adopt(self, unit: int, param: int, of: tuple[ParamSpec, Generation | None]) -> Generation:
+        """Another rank had a gradient for this parameter, this one had not: what came of it is its gradient here, or
+        adds to the one that it has."""
+        (spec, generation), value = of, self.unclaimed.pop((unit, param))
+        if generation is not None and not generation.zero:
+            self._book.contribute(generation, self._contribution(generation, value))
+            return generation
+        made = Generation(unit, param, spec, None, self._book.factor)
+        self._fill(made, value)
+        self._book.send_home(made)
+        return made
+
+
+def _renew(generation: Generation) -> None:
+    """All that it had is part of what will be reduced."""
+    generation.value, generation.zero, generation.local = None, True, False
+    generation.dtype, generation.factor = full_dtype(generation.spec), None
+    generation.todo.clear()
+    generation.norms.clear()
+
+
+def _wide(value: Tensor, spec: ParamSpec, factor: Tensor | None) -> Tensor:
+    wide = value.to(full_dtype(spec))
+    return wide * factor if factor is not None and value.dtype != wide.dtype else wide
