@@ -35,6 +35,7 @@ from overspill.tiers import (
     share_one_heap,
 )
 from overspill.units.layout import Forms, Layout, lay_out, refuse_overlaps
+from overspill.units.local import check_kind, is_wrapper, local_of
 from overspill.units.states import StateProbe
 
 log = logging.getLogger("overspill")
@@ -51,6 +52,9 @@ AUTO_SHARE = {"cuda": (0.92, 0.8), "cpu": (0.4, 0.4)}
 _BY_ITSELF = "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD"
 SEPARABLE = {getattr(torch.optim, name) for name in _BY_ITSELF.split() if hasattr(torch.optim, name)}
 """torch's optimizers that treat every parameter by itself."""
+
+WHOLE = ("Adafactor", "Muon")
+"""Those that need a whole matrix, so that the part of a DTensor is not enough."""
 
 COUPLED: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.LBFGS: "couples all parameters",
@@ -94,6 +98,7 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: 
         )
     names = {id(p): name for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
+        check_kind(name, p)
         if keeper_of(p) is not None and builder_of(p) is None:
             raise StateError(
                 f"expected a model that is not prepared, found {name!r} in a prepared one; close that first"
@@ -107,6 +112,11 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: 
                 )
     refuse_overlaps(model, _span)
     kind = type(optimizer)
+    if kind.__name__ in WHOLE and any(map(is_wrapper, model.parameters())):
+        raise ModelError(
+            f"expected an optimizer that treats every element by itself beside DTensors, found {kind.__name__}, which "
+            "looks at whole matrices; use AdamW"
+        )
     if kind in COUPLED or (kind not in SEPARABLE and not chosen.separable):
         raise ModelError(_not_separable(kind))
 
@@ -118,8 +128,9 @@ def _span(p: nn.Parameter) -> tuple[object, int, int] | None:
     if builder_of(p) is not None:
         key, begin, end = span_of(p)
         return ("built", key), begin, end
-    extent = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
-    return p.device, p.data_ptr(), p.data_ptr() + extent * p.element_size()
+    part = local_of(p)
+    extent = 1 + sum((n - 1) * s for n, s in zip(part.shape, part.stride(), strict=True))
+    return p.device, part.data_ptr(), part.data_ptr() + extent * part.element_size()
 
 
 def _not_separable(kind: type[torch.optim.Optimizer]) -> str:
@@ -314,7 +325,7 @@ def _tiers(model: nn.Module, made: Plan, paths: list[tuple[Path, int | None]], p
         tiers["nvme"] = NvmeTier(paths, nvme, made.staging, pin)
         undo.callback(tiers["nvme"].close)
     if host:
-        here = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu" and builder_of(p) is None)
+        here = sum(local_of(p).nbytes for p in model.parameters() if p.device.type == "cpu" and builder_of(p) is None)
         tiers["host"] = HostTier(host, moving_in=min(here, made.bytes_of("host", "weight")))
         undo.callback(tiers["host"].close)
     return tiers

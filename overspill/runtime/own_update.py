@@ -14,6 +14,7 @@ from overspill.runtime.pages import Pages, arrays_of
 from overspill.runtime.states import OwnStates
 from overspill.runtime.updates import Share
 from overspill.specs import PartSpec
+from overspill.units.local import is_wrapper, local_of
 from overspill.units.states import stand_in
 from overspill.units.unit import Unit
 
@@ -51,9 +52,10 @@ class OwnUpdate:
             self._round(unit, page, share.part, used[share.due.param])
 
     def _parameter(self, unit: int, page: int, part: PartSpec) -> nn.Parameter:
-        """The user's own parameter, or a stand-in with its masters."""
+        """The user's own parameter, or a stand-in over its local part or with its masters."""
         if (unit, part.param) not in self._masters:
-            return self._units[unit].params[part.param]
+            p = self._units[unit].params[part.param]
+            return nn.Parameter(local_of(p).detach()) if is_wrapper(p) else p
         spec = self._units[unit].spec.params[part.param]
         kept = self._kept(unit, page, part)
         self._masters.current(unit, page, part, kept)

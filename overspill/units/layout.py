@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from overspill.errors import ModelError
 from overspill.specs import MiB, ModelSpec, ParamSpec, StateFormat, UnitSpec, align, dense_stride
+from overspill.units.local import local_of
 from overspill.units.pages import cut
 
 FROZEN = " (frozen)"
@@ -97,7 +98,8 @@ def lay_out(model: nn.Module, forms: Forms, page_bytes: int = 64 * MiB) -> Layou
 
 
 def _nbytes(p: torch.Tensor) -> int:
-    return p.numel() * p.element_size()
+    part = local_of(p)
+    return part.numel() * part.element_size()
 
 
 def _parameters_below(module: nn.Module) -> bool:
@@ -162,18 +164,19 @@ def _unit_spec(group: _Group, forms: Forms, wide: set[int], page_bytes: int) -> 
     for name, p in group.params:
         kind = forms.weight_of(p, wide)
         grad = forms.grad if forms.grad is not None and p.is_floating_point() else kind
-        nbytes, trainable = p.numel() * kind.itemsize, p.requires_grad
+        part, trainable = local_of(p), p.requires_grad
+        nbytes = part.numel() * kind.itemsize
         state = forms.state_bytes(p) if trainable else None
         specs.append(
             ParamSpec(
                 name=name,
-                shape=tuple(p.shape),
-                stride=dense_stride(p.shape, p.stride()),
+                shape=tuple(part.shape),
+                stride=dense_stride(part.shape, part.stride()),
                 dtype=kind,
                 offset=offset,
                 nbytes=nbytes,
                 trainable=trainable,
-                grad_bytes=align(p.numel() * grad.itemsize) if trainable else 0,
+                grad_bytes=align(part.numel() * grad.itemsize) if trainable else 0,
                 state_bytes=(state or 0) if forms.state.fields is None else 0,
             )
         )

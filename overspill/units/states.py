@@ -14,6 +14,7 @@ from torch import nn
 
 from overspill.errors import ModelError
 from overspill.specs import align
+from overspill.units.local import local_of
 
 PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
 
@@ -52,7 +53,7 @@ class StateProbe:
         key = (group, p.dim())
         if key not in self._known:
             self._known[key] = self._run(group, p)
-        return sum(align(_scaled(shape, p.shape) * itemsize) for shape, itemsize in self._known[key])
+        return sum(align(_scaled(shape, local_of(p).shape) * itemsize) for shape, itemsize in self._known[key])
 
     def _run(self, group: int, p: nn.Parameter) -> list[tuple[tuple[int, ...], int]]:
         if p.dim() > len(PRIMES):
