@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from overspill.errors import ModelError, StateError
-from overspill.units.local import is_wrapper, local_of, version_of, wrapped
+from overspill.units.local import local_of, version_of
 
 log = logging.getLogger("overspill")
 
@@ -120,7 +120,7 @@ def _refusing(name: str) -> Any:
 class Prepared(nn.Parameter):
     """What closed and open parameters have in common: their memory stays, and a copy of one is a plain parameter."""
 
-    plain: ClassVar[type[Tensor]] = nn.Parameter
+    plain: ClassVar[type[nn.Parameter]] = nn.Parameter
     """What the parameter is when it is not prepared."""
 
     share_memory_ = _refusing("share_memory_")
@@ -336,7 +336,7 @@ def set_door(p: nn.Parameter, door: type[Prepared] | None) -> None:
 
 
 @functools.cache
-def _prepared_class(door: type[Prepared], plain: type[Tensor]) -> type[Prepared]:
+def _prepared_class(door: type[Prepared], plain: type[nn.Parameter]) -> type[Prepared]:
     """A door for parameters of some class: a subclass of both, whose ways to the memory go through the door too."""
     if plain is nn.Parameter:
         return door

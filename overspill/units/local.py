@@ -35,19 +35,21 @@ def check_kind(name: str, p: nn.Parameter) -> None:
         )
 
 
-def local_of(t: Tensor) -> Any:
+def local_of(t: Tensor) -> Tensor:
     """The part of a DTensor that lies here; any other tensor is all here."""
-    while is_wrapper(t):
-        t = t._local_tensor  # type: ignore[attr-defined]
+    part: Any = t
+    while is_wrapper(part):
+        part = part._local_tensor
     # What a collective is still bringing.
-    return t.trigger_wait() if hasattr(type(t), "trigger_wait") else t
+    found: Tensor = part.trigger_wait() if hasattr(type(part), "trigger_wait") else part
+    return found
 
 
 def part_for(p: Tensor, value: Tensor) -> Tensor:
     """The part of `value`, which has the shape of `p`, that belongs to the part of `p`; may communicate."""
     if is_wrapper(p) and is_wrapper(value):
         value = value.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
-    return local_of(value)  # type: ignore[no-any-return]
+    return local_of(value)
 
 
 def wrapped(p: Tensor, part: Tensor) -> Tensor:
