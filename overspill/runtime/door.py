@@ -340,7 +340,7 @@ def _prepared_class(door: type[Prepared], plain: type[nn.Parameter]) -> type[Pre
     """A door for parameters of some class: a subclass of both, whose ways to the memory go through the door too."""
     if plain is nn.Parameter:
         return door
-    own: dict[str, Any] = {"plain": plain}
+    own: dict[str, Any] = {"plain": plain, "__module__": door.__module__}
     if door is Closed:
         own |= {name: _passing(getattr(plain, name)) for name in PARTS if hasattr(plain, name)}
     else:

@@ -68,7 +68,8 @@ def set_data(p: Tensor, part: Tensor) -> None:
         data = wrapped(p, part)
         torch.Tensor.data.__set__(p, data)  # type: ignore[attr-defined]
         if is_wrapper(p):
-            p._local_tensor, p._spec = part, data._spec  # type: ignore[attr-defined]
+            # Its `.data`, which has a version of its own: what the engine writes to a unit's buffer is no change.
+            p._local_tensor, p._spec = part.data, data._spec  # type: ignore[attr-defined]
 
 
 def move_versions(params: Iterable[Tensor], by: int) -> None:
