@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overspill.program import Join, Key, Kind
 from overspill.runtime.executor import Executor
 from overspill.runtime.ranks import Meeting, Point, Ranks
 from overspill.specs import Sharding, Span, UnitSpec
@@ -66,6 +67,9 @@ class Collector:
 
     def _collect(self, kind: Meeting, unit: int, param: int, which: int) -> Tensor:
         spec = self._specs[unit].params[param]
+        if kind == Meeting.MASTER:
+            self._executor.join(Join(Kind.FETCH, unit, self._ranks.held()))
+            self._executor.wait(Key(Kind.FETCH, unit))
         own = self.gives[kind](unit, param, which)
         if self._sharding.whole:
             return self._from_owner(unit, param, own)
