@@ -97,9 +97,7 @@ def check(names: tuple[str, str], cases: list[tuple[int, str]]) -> None:
         for case, state in zip(cases, found, strict=True):
             for name, value in expected.items():
                 torch.testing.assert_close(state[name], value, rtol=0, atol=TOLERANCE, msg=f"{case} {name}")
-            assert all(torch.equal(state[name], found[0][name]) for name in state), (
-                f"{case}: other bits than {cases[0]}"
-            )
+            assert all(torch.equal(state[name], found[0][name]) for name in state), f"{case}: unlike {cases[0]}"
 
 
 def test_shards_beside_tensor_parallel() -> None:
