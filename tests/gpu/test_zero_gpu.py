@@ -3,6 +3,7 @@
 import itertools
 import os
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,11 +29,15 @@ def repeatable() -> None:
     torch.cuda.set_device(0)
 
 
+def batches(rank: int = 7) -> Iterator[dict[str, Tensor]]:
+    return ({name: value.cuda() for name, value in batch.items()} for batch in small.batches(rank))
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def prepared(zero: int, tier: str, folder: str, **more: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+def prepared(zero: int, tier: str, folder: str, precision: str = "fp32") -> tuple[nn.Module, torch.optim.Optimizer]:
     model = small.build().cuda()
     place = dict.fromkeys(("weight", "grad", "state"), tier)
     nvme = folder if tier == "nvme" else None
@@ -53,7 +58,7 @@ def over_nccl(cases: list[tuple[int, str]]) -> tuple[str, list[str]]:
 
     repeatable()
     plain = small.build().cuda()
-    expected = train(plain, adamw(plain), small.batches(), RECIPE, small.loss_of)
+    expected = train(plain, adamw(plain), batches(), RECIPE, small.loss_of)
     wrong: list[str] = []
     backend = ""
     half: dict[str, Tensor] = {}
@@ -61,12 +66,12 @@ def over_nccl(cases: list[tuple[int, str]]) -> tuple[str, list[str]]:
         with tempfile.TemporaryDirectory() as folder:
             model, optimizer = prepared(zero, tier, folder)
             backend = str(dist.get_backend())
-            losses = train(model, optimizer, small.batches(), RECIPE, small.loss_of)
+            losses = train(model, optimizer, batches(), RECIPE, small.loss_of)
             wrong += [f"{zero} {tier}: {name}" for name in differing(weights(plain), weights(model))]
             wrong += [f"{zero} {tier}: losses"] if losses != expected else []
             overspill.close(model)
             model, optimizer = prepared(zero, tier, folder, precision="bf16")
-            train(model, optimizer, small.batches(), RECIPE, small.loss_of)
+            train(model, optimizer, batches(), RECIPE, small.loss_of)
             half = half or weights(model)
             wrong += [f"bf16 {zero} {tier}: {name}" for name in differing(half, weights(model))]
             overspill.close(model)
@@ -87,7 +92,7 @@ def sharing_the_gpu(cases: list[tuple[int, str]], delays: bool) -> list[str]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     plain = small.build().cuda()
-    expected = train(DistributedDataParallel(plain), adamw(plain), small.batches(rank), PLAIN, small.loss_of)
+    expected = train(DistributedDataParallel(plain), adamw(plain), batches(rank), PLAIN, small.loss_of)
     wrong: list[str] = []
     for zero, tier in cases:
         with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +100,7 @@ def sharing_the_gpu(cases: list[tuple[int, str]], delays: bool) -> list[str]:
             if delays and rank == 1:
                 lanes = overspill.api._engine(model).executor.lanes
                 lanes.delays.update(dict.fromkeys(Kind, 0.002))
-            losses = train(model, optimizer, small.batches(rank), PLAIN, small.loss_of)
+            losses = train(model, optimizer, batches(rank), PLAIN, small.loss_of)
             wrong += [f"{zero} {tier}: {name}" for name in differing(weights(plain), weights(model))]
             wrong += [f"{zero} {tier}: losses"] if losses != expected else []
             overspill.close(model)
