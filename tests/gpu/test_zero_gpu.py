@@ -49,7 +49,7 @@ def prepared(zero: int, tier: str, folder: str, precision: str = "fp32") -> tupl
         nvme=nvme,
         gpu="2GiB",
         host="256MiB",
-        **{"precision": "fp32", **more},
+        precision=precision,
     )
 
 
