@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from overspill.kernels.masters import join, split
 from overspill.runtime.generation import as_flat
 from overspill.runtime.pages import Home, Pages, arrays_bytes, arrays_of
-from overspill.specs import ParamSpec, PartSpec
+from overspill.specs import KERNEL_PIECE, ParamSpec, PartSpec
 from overspill.units.layout import Layout
 from overspill.units.local import local_of
 from overspill.units.unit import Unit
@@ -95,9 +95,12 @@ def _fill(index: int, unit: Unit, pages: Pages, source: Source) -> None:
             if not spec.master:
                 weight.copy_(value)
                 continue
-            kept = torch.empty(end - begin, dtype=pages.model.format.master, device=pages.device)
-            split(value.to(pages.device, torch.float32), weight, kept)
-            keep(param, begin, kept)
+            # In small steps, each of which takes several copies on the device.
+            for at in range(0, end - begin, KERNEL_PIECE):
+                piece = value[at : at + KERNEL_PIECE].to(pages.device, torch.float32)
+                kept = torch.empty(piece.numel(), dtype=pages.model.format.master, device=pages.device)
+                split(piece, weight[at : at + KERNEL_PIECE], kept)
+                keep(param, begin + at, kept)
     keep.flush()
 
 
