@@ -45,7 +45,11 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def compare(
-    ours: Mapping[str, Tensor], plain: Mapping[str, Tensor], losses: Sequence[float], expected: Sequence[float]
+    ours: Mapping[str, Tensor],
+    plain: Mapping[str, Tensor],
+    losses: Sequence[float],
+    expected: Sequence[float],
+    ranks: int = 1,
 ) -> Verdict:
     """Raw bits on both sides, so that NaN equals itself and 0 differs from -0."""
     names = list(dict.fromkeys((*plain, *ours)))

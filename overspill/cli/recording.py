@@ -1,0 +1,64 @@
+"""What the log says of a step: one line for all ranks, who say at the same time whether they were asked to stop."""
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from overspill.cli.loop import Step
+from overspill.cli.meters import Meter
+from overspill.cli.ranks import Ranks
+from overspill.cli.settings import Settings
+from overspill.report.run import TIERS, Record
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Makes the records of a run; every rank calls it after every step."""
+
+    settings: Settings
+    ranks: Ranks
+    optimizer: Any
+    meter: Meter
+    stopped: signal.Signals | None = None
+    """A signal that some rank was sent: all of them know it after the same step."""
+
+    def __call__(self, number: int, step: Step, caught: signal.Signals | None = None) -> Record:
+        report = self.optimizer.report()
+        mine = {"loss": step.loss, "signal": int(caught or 0), "bytes": self.meter.read(), "moved": report["moved"]}
+        heard = self.ranks.exchange(mine)
+        if sent := max(each["signal"] for each in heard):
+            self.stopped = signal.Signals(sent)
+        return Record(
+            step=number,
+            loss=sum(each["loss"] for each in heard) / len(heard),
+            lr=step.lr,
+            grad_norm=step.grad_norm,
+            seconds=step.seconds,
+            tokens_per_second=self.settings.tokens / step.seconds,
+            moved=mine["moved"],
+            bytes={tier: max(each["bytes"][tier] for each in heard) for tier in TIERS},
+            ranks=_of_ranks(heard, report.get("ranks")) if len(heard) > 1 else None,
+        )
+
+
+def plain_record(number: int, step: Step, tokens: int) -> Record:
+    """Of a step that nothing was measured of."""
+    return Record(
+        step=number,
+        loss=step.loss,
+        lr=step.lr,
+        grad_norm=step.grad_norm,
+        seconds=step.seconds,
+        tokens_per_second=tokens / step.seconds,
+        moved={},
+        bytes={},
+    )
+
+
+def _of_ranks(heard: Sequence[Mapping[str, Any]], told: Any) -> list[dict[str, Any]]:
+    """What every rank took by itself, and what it sent, where the engine tells."""
+    found = [{"bytes": each["bytes"], "moved": each["moved"]} for each in heard]
+    if isinstance(told, Sequence) and len(told) == len(found):
+        found = [{**each, "sent": sent} for each, sent in zip(found, told, strict=True)]
+    return found
