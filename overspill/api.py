@@ -21,7 +21,7 @@ from overspill.runtime.building import building
 from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine
 from overspill.runtime.optimizer import SpilledOptimizer, read_state
-from overspill.setup import build_engine, check_trainable, compute_device, say_what_is_cast
+from overspill.setup import build_engine, check_trainable, compute_device, data_parallel_ranks, say_what_is_cast
 
 __all__ = [
     "Plan",
@@ -76,7 +76,7 @@ def prepare(
     given = {k: v for k, v in locals().items() if k not in ("model", "optimizer", "unknown")}
     chosen = options({**given, **unknown})
     check_trainable(model, optimizer, chosen)
-    comm = connect(chosen.mesh, compute_device(model))
+    comm = data_parallel_ranks(model, chosen, compute_device(model))
     ground = Ground(compute_device(model), comm=comm)
     try:
         laid_out, made = make_plan(model, optimizer, chosen, ground)

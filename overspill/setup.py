@@ -3,10 +3,12 @@
 import logging
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from overspill.comm import Comm, connect
 from overspill.config import Options, parse_nvme
 from overspill.errors import BudgetError, ModelError, OptionError, StateError
 from overspill.kernels.masters import KEPT
@@ -29,6 +31,7 @@ from overspill.tiers import (
     share_one_heap,
 )
 from overspill.units.layout import Layout, refuse_overlaps
+from overspill.units.local import check_kind, is_wrapper, local_of
 
 log = logging.getLogger("overspill")
 
@@ -38,6 +41,9 @@ STAGING = 2**20
 _BY_ITSELF = "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD"
 SEPARABLE = {getattr(torch.optim, name) for name in _BY_ITSELF.split() if hasattr(torch.optim, name)}
 """torch's optimizers that treat every parameter by itself."""
+WHOLE = ("Adafactor", "Muon")
+"""Those that need a whole matrix, so that the part of a DTensor is not enough."""
+
 COUPLED: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.LBFGS: "couples all parameters",
     torch.optim.SparseAdam: "needs sparse gradients",
@@ -67,6 +73,27 @@ def compute_device(model: nn.Module) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def data_parallel_ranks(model: nn.Module, chosen: Options, device: torch.device) -> Comm | None:
+    """The ranks that train the same model on other data; None: this one alone. Beside tensor-parallel parameters those
+    are not all that there are."""
+    parts = [(name, p) for name, p in model.named_parameters() if is_wrapper(p)]
+    if parts and chosen.precision == "fp16":
+        raise OptionError(
+            f"expected precision='bf16' or 'fp32' beside tensor-parallel parameters, found 'fp16' and {parts[0][0]!r}: "
+            "its parts would not agree on which steps overflow"
+        )
+    if parts and chosen.mesh is None:
+        mesh: Any = parts[0][1].device_mesh  # type: ignore[attr-defined]
+        if mesh.size() == torch.distributed.get_world_size():
+            return None
+        raise OptionError(
+            f"expected mesh= beside tensor-parallel parameters over {mesh.size()} of "
+            f"{torch.distributed.get_world_size()} ranks, found none; give the DeviceMesh with its data-parallel "
+            'dimension, named as in init_device_mesh(..., mesh_dim_names=("shard", "tp"))'
+        )
+    return connect(chosen.mesh, device)
+
+
 def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Options) -> None:
     """Refuse what cannot be trained unit by unit, before anything is touched."""
     if not isinstance(model, nn.Module):
@@ -80,6 +107,7 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: 
         )
     names = {id(p): name for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
+        check_kind(name, p)
         if keeper_of(p) is not None and builder_of(p) is None:
             raise StateError(
                 f"expected a model that is not prepared, found {name!r} in a prepared one; close that first"
@@ -93,6 +121,11 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: 
                 )
     refuse_overlaps(model, _span)
     kind = type(optimizer)
+    if kind.__name__ in WHOLE and any(map(is_wrapper, model.parameters())):
+        raise ModelError(
+            f"expected an optimizer that treats every element by itself beside DTensors, found {kind.__name__}, which "
+            "looks at whole matrices; use AdamW"
+        )
     if kind in COUPLED or (kind not in SEPARABLE and not chosen.separable):
         raise ModelError(_not_separable(kind))
 
@@ -104,8 +137,9 @@ def _span(p: nn.Parameter) -> tuple[object, int, int] | None:
     if builder_of(p) is not None:
         key, begin, end = span_of(p)
         return ("built", key), begin, end
-    extent = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
-    return p.device, p.data_ptr(), p.data_ptr() + extent * p.element_size()
+    part = local_of(p)
+    extent = 1 + sum((n - 1) * s for n, s in zip(part.shape, part.stride(), strict=True))
+    return p.device, part.data_ptr(), part.data_ptr() + extent * part.element_size()
 
 
 def _not_separable(kind: type[torch.optim.Optimizer]) -> str:
@@ -198,7 +232,7 @@ def _tiers(model: nn.Module, made: Plan, paths: list[tuple[Path, int | None]], p
         tiers["nvme"] = NvmeTier(paths, nvme, made.staging, pin)
         undo.callback(tiers["nvme"].close)
     if host:
-        here = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu" and builder_of(p) is None)
+        here = sum(local_of(p).nbytes for p in model.parameters() if p.device.type == "cpu" and builder_of(p) is None)
         tiers["host"] = HostTier(host, moving_in=min(here, made.bytes_of("host", "weight")))
         undo.callback(tiers["host"].close)
     return tiers

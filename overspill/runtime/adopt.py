@@ -11,6 +11,7 @@ from overspill.runtime.generation import as_flat
 from overspill.runtime.pages import Home, Pages, arrays_bytes, arrays_of
 from overspill.specs import ParamSpec, PartSpec
 from overspill.units.layout import Layout
+from overspill.units.local import local_of
 from overspill.units.unit import Unit
 
 PIECE = 2**22
@@ -36,7 +37,7 @@ class OwnValues:
     def begin(self, params: Sequence[tuple[ParamSpec, nn.Parameter]]) -> None: ...
 
     def read(self, spec: ParamSpec, p: nn.Parameter, begin: int, end: int) -> Tensor:
-        value = p.detach()
+        value = local_of(p).detach()
         if value.stride() != spec.stride:
             value = torch.empty_strided(spec.shape, spec.stride, dtype=p.dtype, device=p.device).copy_(value)
         return as_flat(value)[begin:end]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.runtime.parts import Parts
+from overspill.units.local import local_of, wrapped
 
 
 class Bringer(Protocol):
@@ -52,9 +53,11 @@ class Copies:
             place, masters = self._bringer.place_of(p), self._parts.made.masters
             self._bringer.need((place[0],))
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-                self._made[id(p)] = masters.read(place) if place in masters else p.detach().to("cpu", copy=True)
+                held = masters.read(place) if place in masters else local_of(p).detach().to("cpu", copy=True)
+                self._made[id(p)] = wrapped(p, held)
         return self._made[id(p)]
 
     def _nbytes(self, p: nn.Parameter) -> int:
         in_masters = self._bringer.place_of(p) in self._parts.made.masters
-        return torch.float32.itemsize * p.numel() if in_masters else p.nbytes
+        part = local_of(p)
+        return torch.float32.itemsize * part.numel() if in_masters else part.nbytes

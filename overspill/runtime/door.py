@@ -10,9 +10,10 @@ of this: it would keep what happened the first time.
 
 import functools
 import logging
+import types
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from overspill.errors import ModelError, StateError
+from overspill.units.local import local_of, version_of
 
 log = logging.getLogger("overspill")
 
@@ -118,6 +120,9 @@ def _refusing(name: str) -> Any:
 class Prepared(nn.Parameter):
     """What closed and open parameters have in common: their memory stays, and a copy of one is a plain parameter."""
 
+    plain: ClassVar[type[nn.Parameter]] = nn.Parameter
+    """What the parameter is when it is not prepared."""
+
     share_memory_ = _refusing("share_memory_")
     resize_ = _refusing("resize_")
     resize_as_ = _refusing("resize_as_")
@@ -193,12 +198,12 @@ def _through_the_door(
     for key, keeper in keepers.items():
         keeper.visit(list(mine[key]))
     with torch._C.DisableTorchFunctionSubclass():
-        versions = [p._version for p in closed]
+        versions = [version_of(p) for p in closed]
         result = func(*args, **kwargs)
         tensors = [t for t in tree_leaves(result) if isinstance(t, Tensor) and not any(t is p for p in closed)]
         graph = any(t.requires_grad for t in tensors)
         alias = _may_alias(result, tensors, closed)
-        written = [p._version for p in closed] != versions or alias
+        written = [version_of(p) for p in closed] != versions or alias
     for key, keeper in keepers.items():
         keeper.leave(list(mine[key]), graph, written)
         if alias and (func == _GET_DATA or not isinstance(result, Tensor | list | tuple)):
@@ -214,8 +219,8 @@ def _may_alias(result: Any, tensors: list[Tensor], closed: list[Closed]) -> bool
         return False
     if not isinstance(result, Tensor | list | tuple):
         return True
-    memory = {p.untyped_storage()._cdata for p in closed}
-    return any(t.layout is torch.strided and t.untyped_storage()._cdata in memory for t in tensors)
+    memory = {local_of(p).untyped_storage()._cdata for p in closed}
+    return any(t.layout is torch.strided and local_of(t).untyped_storage()._cdata in memory for t in tensors)
 
 
 def _assign(p: nn.Parameter, value: Tensor) -> None:
@@ -322,3 +327,34 @@ class Open(Prepared):
     __dlpack__ = _reporting("__dlpack__")
     untyped_storage = _reporting("untyped_storage")
     data_ptr = _reporting("data_ptr")
+
+
+def set_door(p: nn.Parameter, door: type[Prepared] | None) -> None:
+    """Close or open a parameter; None makes it what it was before it was prepared."""
+    plain = p.plain if isinstance(p, Prepared) else type(p)
+    p.__class__ = plain if door is None else _prepared_class(door, plain)
+
+
+@functools.cache
+def _prepared_class(door: type[Prepared], plain: type[nn.Parameter]) -> type[Prepared]:
+    """A door for parameters of some class: a subclass of both, whose ways to the memory go through the door too."""
+    if plain is nn.Parameter:
+        return door
+    own: dict[str, Any] = {"plain": plain, "__module__": door.__module__}
+    if door is Closed:
+        own |= {name: _passing(getattr(plain, name)) for name in PARTS if hasattr(plain, name)}
+    else:
+        own["__torch_function__"] = plain.__torch_function__
+    return types.new_class(door.__name__, (door, plain), exec_body=lambda namespace: namespace.update(own))
+
+
+PARTS = ("to_local", "full_tensor", "redistribute")
+"""Methods of DTensors that torch does not show to `__torch_function__`."""
+
+
+def _passing(plain: Callable[..., Any]) -> Any:
+    @functools.wraps(plain)
+    def method(self: Closed, *args: Any, **kwargs: Any) -> Any:
+        return _through_the_door(plain, (self, *args), kwargs, [self])
+
+    return method

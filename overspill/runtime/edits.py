@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from overspill.kernels.masters import fingerprint
 from overspill.runtime.weights import AHEAD
 from overspill.specs import PartSpec
+from overspill.units.local import version_of
 from overspill.units.unit import Unit
 
 Place = tuple[int, int]
@@ -39,7 +40,7 @@ class Edits:
 
     def _version(self, place: Place) -> int:
         """As it is while the weights are here: see weights.py, Note [Versions of what is away]."""
-        return self._param(place)._version % AHEAD
+        return version_of(self._param(place)) % AHEAD
 
     def handed_out(self, place: Place) -> None:
         """Somebody gets at the memory of a weight, and may write to it unseen."""

@@ -12,7 +12,8 @@ from torch._compile import _disable_dynamo
 from overspill.errors import ModelError, StateError
 from overspill.program import Begin, Mark, Settle, Step
 from overspill.runtime import hooks
-from overspill.runtime.door import HANDLE
+from overspill.runtime.door import HANDLE, set_door
+from overspill.runtime.generation import Generation
 from overspill.runtime.handle import GradHandle
 from overspill.runtime.measures import Measures
 from overspill.runtime.parts import Parts
@@ -21,6 +22,7 @@ from overspill.runtime.residency import Residency
 from overspill.runtime.rounds import Rounds
 from overspill.runtime.updates import Due, Job, snapshot
 from overspill.runtime.watch import ShapeWatch
+from overspill.units.local import local_of, part_for, wrapped
 
 
 class Engine:
@@ -47,9 +49,11 @@ class Engine:
         for index, unit in enumerate(self.units):
             for param, p in enumerate(unit.params):
                 if p.grad is not None:
-                    generation = self.parts.made.grads.take(index, param, p.grad.detach())
-                    p.grad = None
-                    p.grad = GradHandle([generation], self.parts.made.grads, self.executor.lanes.device)
+                    self._hand_out(p, self.parts.made.grads.take(index, param, part_for(p, p.grad.detach())))
+
+    def _hand_out(self, p: nn.Parameter, generation: Generation) -> None:
+        p.grad = None
+        p.grad = wrapped(p, GradHandle([generation], self.parts.made.grads, self.executor.lanes.device))
 
     def check_open(self) -> None:
         if self.closed:
@@ -77,9 +81,10 @@ class Engine:
         """Autograd accumulated into `p.grad`: a new gradient becomes a generation; a handle has taken it already."""
         p = self.units[unit].params[param]
         gradient, own = p.grad, self.residency.own_grads.get((unit, param))
-        if isinstance(gradient, GradHandle) and self.rounds is not None:
+        handed = gradient is not None and isinstance(local_of(gradient), GradHandle)
+        if handed and self.rounds is not None:
             self.rounds.arrived(unit, param)
-        if gradient is None or isinstance(gradient, GradHandle):
+        if gradient is None or handed:
             return
         owned = own is not None and own() is gradient
         if self.parts.scale is not None and (owned or gradient.requires_grad):
@@ -91,8 +96,7 @@ class Engine:
         if owned or gradient.requires_grad:
             return
         grads = self.parts.made.grads
-        p.grad = None
-        p.grad = GradHandle([grads.arrive(unit, param, gradient.detach())], grads, self.executor.lanes.device)
+        self._hand_out(p, grads.arrive(unit, param, part_for(p, gradient.detach())))
         if self.rounds is not None:
             self.rounds.arrived(unit, param)
 
@@ -159,11 +163,12 @@ class Engine:
                     f"expected no gradient for {spec.name!r}, which was frozen at prepare, found one; set "
                     "requires_grad before prepare, so that the plan has room for its gradient and state"
                 )
-            if isinstance(gradient, GradHandle):
-                generation = gradient.generation.taken()
+            part = local_of(gradient)
+            if isinstance(part, GradHandle):
+                generation = part.generation.taken()
             else:
                 # The user's own tensor, which may be written to again before the update runs.
-                generation = self.parts.made.grads.take(unit, index, gradient.detach().clone())
+                generation = self.parts.made.grads.take(unit, index, part_for(p, gradient.detach().clone()))
             found.setdefault(unit, []).append(Due(index, generation, len(generation.todo)))
         return found
 
@@ -226,12 +231,12 @@ class Engine:
         values = {i: masters.read((index, i)) for i in range(len(unit.params)) if (index, i) in masters}
         for p in unit.params:
             p.grad = None
-            p.__class__ = nn.Parameter
+            set_door(p, None)
             delattr(p, HANDLE)
         unit.give_back(values)
         for p, handle in zip(unit.params, handles, strict=True):
             if handle is not None:
-                value = (
-                    self.parts.made.grads.bytes.read(handle.generation) if isinstance(handle, GradHandle) else handle
-                )
-                p.grad = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=p.device).copy_(value)
+                held, part = part_for(p, handle), local_of(p)
+                value = self.parts.made.grads.bytes.read(held.generation) if isinstance(held, GradHandle) else held
+                whole = torch.empty_strided(part.shape, part.stride(), dtype=p.dtype, device=p.device)
+                p.grad = wrapped(p, whole.copy_(value))

@@ -12,6 +12,7 @@ from overspill.runtime.generation import as_flat
 from overspill.runtime.pages import Pages, arrays_of
 from overspill.runtime.ranks import Meeting
 from overspill.specs import PartSpec
+from overspill.units.local import is_wrapper, part_for
 from overspill.units.unit import Unit
 
 
@@ -95,9 +96,10 @@ class Masters:
     def accept(self, p: nn.Parameter, value: Tensor) -> bool:
         """Give a parameter a value of higher precision than its own; False if it has no master."""
         place = self._places.get(id(p))
-        if place is not None:
-            self.write(place, value)
-        return place is not None
+        if place is None or is_wrapper(p) != is_wrapper(value):
+            return False
+        self.write(place, part_for(p, value))
+        return True
 
     def unscaled(self, gradient: Tensor) -> Tensor:
         """A gradient that autograd made, without the scale of the loss: fp32 then, as gradients beside masters are."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from overspill.errors import ModelError, OptionError, StateError
 from overspill.runtime.engine import Engine
 from overspill.runtime.generation import NARROW
+from overspill.units.local import local_of, part_for, wrapped
 
 
 class StateView(Mapping[Tensor, dict[str, Any]]):
@@ -36,7 +37,8 @@ class StateView(Mapping[Tensor, dict[str, Any]]):
 def read_state(engine: Engine, p: Tensor) -> dict[str, Any]:
     """Copies of one parameter's optimizer state, as of the last step."""
     engine.settle()
-    return engine.parts.made.update.read(*engine.residency.place_of(p))
+    state, shape = engine.parts.made.update.read(*engine.residency.place_of(p)), local_of(p).shape
+    return {k: wrapped(p, v) if isinstance(v, Tensor) and v.shape == shape else v for k, v in state.items()}
 
 
 class SpilledOptimizer(torch.optim.Optimizer):
@@ -185,4 +187,4 @@ def _fitted(key: str, value: Any, p: nn.Parameter) -> Any:
         return value.clone() if isinstance(value, Tensor) else value
     own = torch.float32 if p.dtype in NARROW else p.dtype
     dtype = own if value.is_floating_point() and p.is_floating_point() else value.dtype
-    return value.detach().to(dtype=dtype, copy=True)
+    return part_for(p, value.detach()).to(dtype=dtype, copy=True)

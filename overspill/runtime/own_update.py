@@ -15,6 +15,7 @@ from overspill.runtime.pages import Pages, arrays_of
 from overspill.runtime.states import OwnStates
 from overspill.runtime.updates import Share
 from overspill.specs import PartSpec
+from overspill.units.local import is_wrapper
 from overspill.units.states import stand_in
 from overspill.units.unit import Unit
 
@@ -66,7 +67,7 @@ class OwnUpdate:
             kept = self._kept(unit, page, part)
             self._masters.current(unit, page, part, kept)
             weight = join(weight, kept)
-        elif entire:
+        elif entire and not is_wrapper(self._units[unit].params[part.param]):
             return self._units[unit].params[part.param]
         return nn.Parameter(weight.as_strided(spec.shape, spec.stride) if entire else weight)
 

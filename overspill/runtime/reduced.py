@@ -3,7 +3,7 @@
 Note [Reduced gradients]: what a backward pass makes is first averaged over ranks, with the unit's others
 (reduction.py), and then goes the way of any gradient. A parameter that this rank did not use may have got a gradient on
 others: then the unit's reduction brings it here too, *unclaimed*, until the ranks have told each other at the end of
-the backward pass. What passes inside `no_sync` make is held on its own rank (*local*), and goes into the next reduction.
+the backward pass. What passes inside `no_sync` make is held on its own rank (*local*), for the next reduction.
 """
 
 from collections.abc import Callable

@@ -18,11 +18,12 @@ from overspill.errors import ModelError
 from overspill.program import Mark, Need
 from overspill.runtime import hooks
 from overspill.runtime.copies import Copies
-from overspill.runtime.door import Closed, Open, register
+from overspill.runtime.door import Closed, Open, Prepared, register, set_door
 from overspill.runtime.generation import NARROW
 from overspill.runtime.parts import Parts
 from overspill.runtime.turns import Turns
 from overspill.specs import Phase
+from overspill.units.local import local_of, version_of
 from overspill.units.unit import Unit
 
 
@@ -57,7 +58,7 @@ class Residency:
                     # Gradients beside masters count as fp32.
                     p.grad_dtype = None
                 register(p, self)
-                p.__class__ = Closed
+                set_door(p, Closed)
 
     def place_of(self, p: Tensor) -> tuple[int, int]:
         """(unit, index) of a parameter."""
@@ -106,7 +107,7 @@ class Residency:
             if self._depth[u] == 0:
                 _set_class(self._units[u], Open)
                 if self._executor.program.away(u):
-                    self._versions[u] = [p._version for p in self._units[u].params]
+                    self._versions[u] = [version_of(p) for p in self._units[u].params]
             self._depth[u] += 1
 
     def exit(self, units: tuple[int, ...], output: Any = None) -> tuple[int, ...]:
@@ -122,7 +123,7 @@ class Residency:
                 _set_class(self._units[u], Closed)
             if self._executor.program.away(u):
                 ended.append(u)
-                if self._versions.pop(u) != [p._version for p in self._units[u].params]:
+                if self._versions.pop(u) != [version_of(p) for p in self._units[u].params]:
                     self._executor(Mark((u,), written=True))
                 if _escapes(self._units[u], output):
                     self._visited.add(u)
@@ -190,15 +191,16 @@ class Residency:
                     _set_class(self._units[u], Closed)
 
 
-def _set_class(unit: Unit, cls: type[nn.Parameter]) -> None:
+def _set_class(unit: Unit, cls: type[Prepared]) -> None:
     for p in unit.params:
-        p.__class__ = cls
+        set_door(p, cls)
 
 
 def _escapes(unit: Unit, output: Any) -> bool:
     """Whether a call hands out views of its own weights: whoever uses them later is not seen asking for the unit."""
     memory = unit.flat.untyped_storage()._cdata
-    return any(Tensor.untyped_storage(t)._cdata == memory for t in hooks.tensors_in(output) if _has_memory(t))
+    parts = map(local_of, hooks.tensors_in(output))
+    return any(Tensor.untyped_storage(t)._cdata == memory for t in parts if _has_memory(t))
 
 
 def _has_memory(t: Tensor) -> bool:

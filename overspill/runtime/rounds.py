@@ -19,6 +19,7 @@ from overspill.runtime.handle import GradHandle
 from overspill.runtime.parts import Parts
 from overspill.runtime.ranks import Meeting, Point
 from overspill.runtime.residency import Residency
+from overspill.units.local import local_of, wrapped
 from overspill.units.unit import Unit
 
 Place = tuple[int, int]
@@ -54,8 +55,14 @@ class Rounds:
         }
 
     def _current(self) -> list[Generation]:
-        found = (self._units[unit].params[param].grad for unit, param in self._places)
-        return [gradient.generation for gradient in found if isinstance(gradient, GradHandle)]
+        found = (self._generation(unit, param) for unit, param in self._places)
+        return [generation for generation in found if generation is not None]
+
+    def _generation(self, unit: int, param: int) -> Generation | None:
+        """The gradient in `p.grad`, if it is one of ours."""
+        gradient = self._units[unit].params[param].grad
+        part = None if gradient is None else local_of(gradient)
+        return part.generation if isinstance(part, GradHandle) else None
 
     def _phase(self) -> str:
         backward = torch._C._current_graph_task_id() != -1
@@ -89,10 +96,10 @@ class Rounds:
         if not self._arrived and not self._executor.state.arrived:
             return
         for unit, param in self._places:
-            handle = self._units[unit].params[param].grad
-            if isinstance(handle, GradHandle) and handle.generation.local:
+            generation = self._generation(unit, param)
+            if generation is not None and generation.local:
                 self._arrived.add((unit, param))
-                self._reduced.put_held(handle.generation)
+                self._reduced.put_held(generation)
         while self._executor.state.arrived:
             self._executor(Flush())
         if not self._ranks.agree(self._over) and self._arrived:
@@ -116,12 +123,11 @@ class Rounds:
         self._reduced.unclaimed.clear()
 
     def _adopt(self, unit: int, param: int) -> None:
-        p = self._units[unit].params[param]
-        held: Generation | None = p.grad.generation if isinstance(p.grad, GradHandle) else None
+        p, held = self._units[unit].params[param], self._generation(unit, param)
         generation = self._reduced.adopt(unit, param, (self._units[unit].spec.params[param], held))
         if generation is not held:
             p.grad = None
-            p.grad = GradHandle([generation], self._grads, self._executor.lanes.device)
+            p.grad = wrapped(p, GradHandle([generation], self._grads, self._executor.lanes.device))
 
     def meet_to_step(self) -> None:
         """All ranks are about to step: what one has no gradient for may have come from another."""

@@ -8,14 +8,13 @@ as one whose weights were modified, instead of reading freed memory.
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from overspill.comm import Comm
 from overspill.program import Kind, Op
 from overspill.runtime.executor import Handler
 from overspill.runtime.lanes import Work
 from overspill.specs import TierName
 from overspill.tiers import Tier
+from overspill.units.local import move_versions
 from overspill.units.unit import Unit
 
 AHEAD = 1 << 30
@@ -94,5 +93,4 @@ class Weights:
         if (index in self._ahead) == (by > 0):
             return
         self._ahead ^= {index}
-        params = self._units[index].params
-        torch._C._autograd._unsafe_set_version_counter(params, tuple(p._version + by for p in params))
+        move_versions(self._units[index].params, by)

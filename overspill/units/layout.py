@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from overspill.errors import ModelError
 from overspill.specs import MiB, ModelSpec, ParamSpec, Sharding, StateFormat, UnitSpec, align, dense_stride
+from overspill.units.local import local_of
 from overspill.units.pages import cut
 from overspill.units.stripes import Member, arrange, owned, share
 
@@ -101,7 +102,8 @@ def lay_out(model: nn.Module, forms: Forms, page_bytes: int = 64 * MiB) -> Layou
 
 
 def _nbytes(p: torch.Tensor) -> int:
-    return p.numel() * p.element_size()
+    part = local_of(p)
+    return part.numel() * part.element_size()
 
 
 def _parameters_below(module: nn.Module) -> bool:
@@ -163,17 +165,20 @@ def _merge_left_over(groups: list[_Group]) -> list[_Group]:
 
 def _unit_spec(group: _Group, forms: Forms, wide: set[int], page_bytes: int) -> UnitSpec:
     params, sharding = [p for _, p in group.params], forms.sharding
-    members = [Member(forms.weight_of(p, wide), p.numel(), p.requires_grad) for p in params]
+    parts = [local_of(p) for p in params]
+    members = [
+        Member(forms.weight_of(p, wide), part.numel(), p.requires_grad) for p, part in zip(params, parts, strict=True)
+    ]
     offsets, stripes = arrange(members, sharding)
     specs = []
-    for (name, p), member, offset in zip(group.params, members, offsets, strict=True):
+    for (name, p), part, member, offset in zip(group.params, parts, members, offsets, strict=True):
         grad = forms.grad if forms.grad is not None and p.is_floating_point() else member.dtype
         item, mine = grad.itemsize if member.trainable else 0, owned(member, offset, stripes, sharding)
         specs.append(
             ParamSpec(
                 name=name,
-                shape=tuple(p.shape),
-                stride=dense_stride(p.shape, p.stride()),
+                shape=tuple(part.shape),
+                stride=dense_stride(part.shape, part.stride()),
                 dtype=member.dtype,
                 offset=offset,
                 nbytes=member.numel * member.dtype.itemsize,
@@ -184,7 +189,7 @@ def _unit_spec(group: _Group, forms: Forms, wide: set[int], page_bytes: int) -> 
                 master=member.dtype in NARROW
                 and forms.state.master is not None
                 and member.trainable
-                and forms.state_bytes(p, p.shape) is not None,
+                and forms.state_bytes(p, part.shape) is not None,
             )
         )
     pages = cut(specs, lambda i, shape: forms.state_bytes(params[i], shape), forms.state, page_bytes)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from overspill.specs import UnitSpec
 from overspill.tiers import Slot, Tier
+from overspill.units.local import local_of, set_data
 
 
 class Unit:
@@ -112,16 +113,11 @@ class Unit:
         for some of them `values` (their masters). The unit must be here."""
         with torch.no_grad():
             for i, (p, (device, dtype)) in enumerate(zip(self.params, self.came_as, strict=True)):
-                value = values.get(i, p.detach())
-                data = torch.empty_strided(p.shape, p.stride(), dtype=dtype, device=device)
+                part = local_of(p)
+                value = values.get(i, part.detach())
+                data = torch.empty_strided(part.shape, part.stride(), dtype=dtype, device=device)
                 p.grad = None
                 set_data(p, data.copy_(value))
                 if hasattr(p, "grad_dtype") and p.requires_grad:
                     p.grad_dtype = p.dtype
         self.flat = self.flat.new_empty(0)
-
-
-def set_data(p: nn.Parameter, data: torch.Tensor) -> None:
-    """`p.data = data`, whatever class the parameter has at the moment."""
-    with torch._C.DisableTorchFunctionSubclass():
-        torch.Tensor.data.__set__(p, data)  # type: ignore[attr-defined]
