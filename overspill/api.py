@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill import saving
-from overspill.comm import connect, join
+from overspill.comm import join
 from overspill.config import NvmeOption, Size, options
 from overspill.errors import OptionError, OverspillError, StateError
 from overspill.plan.plan import Plan

@@ -1,8 +1,8 @@
 """A run of the built-in training: within the budgets given, shown, drawn, and compared with the plain one if asked."""
 
+import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import overspill
@@ -21,7 +21,7 @@ from overspill.cli.ranks import Ranks
 from overspill.cli.recording import Recorder, plain_record
 from overspill.cli.screen import shown, summary
 from overspill.cli.settings import BuiltIn
-from overspill.cli.verify import Verdict, compare, tensors_of
+from overspill.cli.verify import Verdict, compare, distances, tensors_of
 from overspill.cli.workload import batches, build_model, own_optimizer, plain_trainee, read_corpus
 from overspill.report.run import RunFolder, held_plainly
 
@@ -41,7 +41,9 @@ def run(settings: BuiltIn, folder: RunFolder, ranks: Ranks) -> Verdict | None:
     if not settings.verify:
         return None
     expected, found = _train_plainly(settings, corpus, ranks)
-    verdict = compare(ours, expected, losses, found, ranks.size)
+    verdict = compare(ours, expected, losses, found)
+    if ranks.size > 1:
+        verdict = dataclasses.replace(verdict, apart=distances(ours, expected, losses, found))
     ranks.say(verdict)
     return verdict
 

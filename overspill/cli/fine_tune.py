@@ -60,7 +60,7 @@ def run(settings: FineTune, folder: RunFolder, checkpoint: Path | None, ranks: R
 
 
 def _session(settings: FineTune, folder: RunFolder, checkpoint: Path | None, ranks: Ranks) -> Session:
-    """Plan, read the text, then allocate. What several ranks plan depends on all of their machines, so it comes last."""
+    """Plan, read the text, then allocate. Several ranks plan together, for all their machines, when they allocate."""
     device = compute_device()
     tokenizer = text_model.read_tokenizer(settings.model)
     model = text_model.build(text_model.read_config(settings.model), settings.recompute)

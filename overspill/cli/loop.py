@@ -154,4 +154,3 @@ def validate(model: nn.Module, source: Iterable[Weighed], device: torch.device) 
             count += samples
     model.train(was)
     return total, count
-

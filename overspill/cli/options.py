@@ -78,7 +78,11 @@ Zero = Annotated[
 ]
 Recompute = Annotated[bool | None, described(MEMORY, "Recompute activations.", "yes", "--recompute/--no-recompute")]
 
-Run = Annotated[Path | None, described(RUN, "Folder for plan, log, trace, plot and checkpoints.", "runs/DATE-TIME", "--run", "--run-folder")]
+Run = Annotated[
+    Path | None,
+    # By two names: torchrun with Python 3.11 takes --run for the beginning of an option of its own.
+    described(RUN, "Folder for plan, log, trace, plot and checkpoints.", "runs/DATE-TIME", "--run", "--run-folder"),
+]
 Resume = Annotated[
     bool, described(RUN, "Continue the newest checkpoint of --run, or of the newest run.", "no", "--resume")
 ]

@@ -18,7 +18,14 @@ from overspill.errors import OptionError
 MODEL, MACHINE = "The model", "Another machine than this one"
 OTHERS_SHARE = {"gpu": 0.92, "host": 0.8}
 """What "auto" takes of another machine: what it would take there, where there is a GPU, and not what it takes here."""
-DEFAULTS = {"precision": "bf16", "optimizer": "adamw", "micro_batches": 1, "gpu": "auto", "host": "auto", "zero": "auto"}
+DEFAULTS = {
+    "precision": "bf16",
+    "optimizer": "adamw",
+    "micro_batches": 1,
+    "gpu": "auto",
+    "host": "auto",
+    "zero": "auto",
+}
 SOMEWHERE = "nvme"
 """The folder of another machine's disk; only its size counts."""
 

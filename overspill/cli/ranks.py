@@ -47,8 +47,8 @@ class Ranks:
             dist.all_gather_object(found, thing)
         except RuntimeError as error:
             raise RankError(
-                f"expected all {self.size} ranks to go on, found that one of them is gone ({error}); look at its output "
-                "for the cause, and start again from the last checkpoint"
+                f"expected all {self.size} ranks to go on, found that one of them is gone ({error}); look at its "
+                "output for the cause, and start again from the last checkpoint"
             ) from error
         return found
 

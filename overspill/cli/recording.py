@@ -1,7 +1,6 @@
 """What the log says of a step: one line for all ranks, who say at the same time whether they were asked to stop."""
 
 import signal
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +24,8 @@ class Recorder:
 
     def __call__(self, number: int, step: Step, caught: signal.Signals | None = None) -> Record:
         report = self.optimizer.report()
-        mine = {"loss": step.loss, "signal": int(caught or 0), "bytes": self.meter.read(), "moved": report["moved"]}
-        heard = self.ranks.exchange(mine)
+        taken = {"bytes": self.meter.read(), "moved": report["moved"], "sent": report.get("sent", {})}
+        heard = self.ranks.exchange({"loss": step.loss, "signal": int(caught or 0), "taken": taken})
         if sent := max(each["signal"] for each in heard):
             self.stopped = signal.Signals(sent)
         return Record(
@@ -36,9 +35,9 @@ class Recorder:
             grad_norm=step.grad_norm,
             seconds=step.seconds,
             tokens_per_second=self.settings.tokens / step.seconds,
-            moved=mine["moved"],
-            bytes={tier: max(each["bytes"][tier] for each in heard) for tier in TIERS},
-            ranks=_of_ranks(heard, report.get("ranks")) if len(heard) > 1 else None,
+            moved=taken["moved"],
+            bytes={tier: max(each["taken"]["bytes"][tier] for each in heard) for tier in TIERS},
+            ranks=[each["taken"] for each in heard] if len(heard) > 1 else None,
         )
 
 
@@ -54,11 +53,3 @@ def plain_record(number: int, step: Step, tokens: int) -> Record:
         moved={},
         bytes={},
     )
-
-
-def _of_ranks(heard: Sequence[Mapping[str, Any]], told: Any) -> list[dict[str, Any]]:
-    """What every rank took by itself, and what it sent, where the engine tells."""
-    found = [{"bytes": each["bytes"], "moved": each["moved"]} for each in heard]
-    if isinstance(told, Sequence) and len(told) == len(found):
-        found = [{**each, "sent": sent} for each, sent in zip(found, told, strict=True)]
-    return found

@@ -1,4 +1,4 @@
-"""A part of a run with --model, on one of its ranks: from the beginning or a checkpoint to the end or an interruption."""
+"""A part of a run with --model, on one of its ranks: from its beginning or a checkpoint to its end or a signal."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -100,7 +100,7 @@ class Session:
         return dataclasses.replace(record, validation=loss)
 
     def _save(self, step: int) -> None:
-        """A checkpoint, from which `resume` continues with the very next batch. All ranks together; the first writes."""
+        """A checkpoint, from which `resume` continues with the very next batch; of all ranks, written by the first."""
         checkpoints = Checkpoints(self.folder.checkpoints)
         if self.ranks.first:
             checkpoints.folder.mkdir(exist_ok=True)

@@ -181,7 +181,7 @@ def resolve_resumed(stored: Mapping[str, Any], given: Mapping[str, Any], ranks: 
             "expected a run of this version with --model to resume, found one with other settings; begin a new run"
         )
     before = _from_dict(stored)
-    said = _checked(FineTune, _one_length(said), "belongs to the built-in model")
+    said = dict(_checked(FineTune, _one_length(said), "belongs to the built-in model"))
     batches = before.micro_batches * before.ranks
     if "micro_batches" not in said and batches % ranks:
         raise OptionError(

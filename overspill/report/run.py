@@ -33,7 +33,7 @@ class Record:
     validation: float | None = None
     """Loss on the validation data after the step, where somebody looked."""
     ranks: Sequence[Mapping[str, Any]] | None = None
-    """Bytes and moved of every rank, and what it sent to the others; None for a single process."""
+    """Bytes and moved of every rank, and the elements that it sent to others; None for a single process."""
 
 
 @dataclass(frozen=True, slots=True)
