@@ -24,20 +24,24 @@ class Recorder:
 
     def __call__(self, number: int, step: Step, caught: signal.Signals | None = None) -> Record:
         report = self.optimizer.report()
-        taken = {"bytes": self.meter.read(), "moved": report["moved"], "sent": report.get("sent", {})}
-        heard = self.ranks.exchange({"loss": step.loss, "signal": int(caught or 0), "taken": taken})
-        if sent := max(each["signal"] for each in heard):
+        taken: dict[str, dict[str, int]] = {
+            "bytes": self.meter.read(),
+            "moved": report["moved"],
+            "sent": report.get("sent", {}),
+        }
+        heard = self.ranks.exchange((step.loss, int(caught or 0), taken))
+        if sent := max(number for _, number, _ in heard):
             self.stopped = signal.Signals(sent)
         return Record(
             step=number,
-            loss=sum(each["loss"] for each in heard) / len(heard),
+            loss=sum(loss for loss, _, _ in heard) / len(heard),
             lr=step.lr,
             grad_norm=step.grad_norm,
             seconds=step.seconds,
             tokens_per_second=self.settings.tokens / step.seconds,
             moved=taken["moved"],
-            bytes={tier: max(each["taken"]["bytes"][tier] for each in heard) for tier in TIERS},
-            ranks=[each["taken"] for each in heard] if len(heard) > 1 else None,
+            bytes={tier: max(each["bytes"][tier] for _, _, each in heard) for tier in TIERS},
+            ranks=[each for _, _, each in heard] if len(heard) > 1 else None,
         )
 
 
