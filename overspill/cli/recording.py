@@ -24,11 +24,8 @@ class Recorder:
 
     def __call__(self, number: int, step: Step, caught: signal.Signals | None = None) -> Record:
         report = self.optimizer.report()
-        taken: dict[str, dict[str, int]] = {
-            "bytes": self.meter.read(),
-            "moved": report["moved"],
-            "sent": report.get("sent", {}),
-        }
+        taken: dict[str, dict[str, int]] = {"bytes": self.meter.read(), "moved": report["moved"]}
+        taken["sent"] = report.get("sent", {})
         heard = self.ranks.exchange((step.loss, int(caught or 0), taken))
         if sent := max(number for _, number, _ in heard):
             self.stopped = signal.Signals(sent)

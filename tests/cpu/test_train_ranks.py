@@ -1,4 +1,4 @@
-"""`overspill train` over ranks: it speaks once, trains on the batches of one process, and stops and resumes together."""
+"""`overspill train` over ranks: speaks once, trains on the batches of one process, stops and resumes together."""
 
 import json
 import os
@@ -20,6 +20,7 @@ from overspill.cli.ranks import Elsewhere
 from overspill.cli.settings import FineTune, resolve_resumed
 from overspill.cli.verify import Verdict, distances
 from overspill.errors import OptionError, OverspillError
+from overspill.report import plot
 from tests import ranks
 from tests.commands import apart, here, log_of, weights_of
 from tests.folders import TEXT, make_llama
@@ -70,6 +71,7 @@ def test_torchrun_trains_the_built_in_model_and_is_told_of_once(tmp_path: Path) 
 def two_ranks(given: Path, tmp_path: Path) -> list[str]:
     """What two ranks do, one after the other: train, train again from a checkpoint, stop, and refuse."""
     here("train", *options(given, "llama", tmp_path / "run"), *SHORT, "--zero", "3")
+    plot.draw = lambda folder: None  # which takes longer than all the rest
     here("train", *options(given, "drops", tmp_path / "drops"), *SHORT, "--micro-batches", "2", "--zero", "2")
     if os.environ["RANK"] == "0":
         shutil.copytree(tmp_path / "drops", tmp_path / "again")
@@ -94,7 +96,10 @@ def stop_after(run: Path, steps: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_two_ranks_train_as_one_process_does_and_stop_and_resume_together(given: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_process_does_and_stop_and_resume_together(
+    given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plot, "draw", lambda folder: None)
     first, second = ranks.run(two_ranks, 2, given, tmp_path)
     names = ["checkpoints", "log.jsonl", "model", "plan.json", "plot.png", "trace.json"]
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == names
@@ -108,7 +113,7 @@ def test_two_ranks_train_as_one_process_does_and_stop_and_resume_together(given:
         torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-5, msg=name)
     for line, other in zip(log_of(tmp_path / "run"), log_of(tmp_path / "alone"), strict=True):
         for key in ("loss", "grad_norm", "validation"):
-            assert line[key] == pytest.approx(other[key], rel=1e-5)
+            assert line[key] == other[key] or line[key] == pytest.approx(other[key], rel=1e-5)
         assert (line["step"], line["lr"], len(line["ranks"])) == (other["step"], other["lr"], 2)
 
     # Resumed, with dropout: the same bits; the stage may change.
@@ -175,9 +180,9 @@ def test_other_ranks_share_the_same_batches_or_are_refused() -> None:
     before = FineTune(model=Path("a"), data=Path("b"), micro_batches=2, ranks=2).to_dict()
     assert resolve_resumed(before, {}, 4).micro_batches == 1
     assert resolve_resumed(before, {"zero": "3"}, 1).micro_batches == 4
-    with pytest.raises(OptionError, match="divides the 4 batches of a step .* on 2 ranks.*, found 3"):
+    with pytest.raises(OptionError, match=r"divides the 4 batches of a step .* on 2 ranks.*, found 3"):
         resolve_resumed(before, {}, 3)
-    with pytest.raises(OptionError, match="expected 4 batches a step.* found --micro-batches 3 on 2 ranks"):
+    with pytest.raises(OptionError, match=r"expected 4 batches a step.* found --micro-batches 3 on 2 ranks"):
         resolve_resumed(before, {"micro_batches": 3}, 2)
 
 
