@@ -1,6 +1,7 @@
 """A run with --model: plans, streams the weights in, trains on the user's text, and exports what came of it."""
 
 import dataclasses
+import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,13 +51,21 @@ def run(settings: FineTune, folder: RunFolder, checkpoint: Path | None, ranks: R
             pass
         stopped = session.recorder.stopped
         if stopped is not None and ranks.first:  # while a signal that comes again still does no harm
-            again = shlex.join(["overspill", "train", "--resume", "--run", str(folder.path)])
             print(f"stopped by {stopped.name}; saved {Checkpoints(folder.checkpoints).newest()}")
-            print(f"to continue: {again}", flush=True)
+            print(f"to continue: {_again(folder, ranks)}", flush=True)
     if stopped is not None:
         return interruption.exit_code
     _finish(session)
     return 0
+
+
+def _again(folder: RunFolder, ranks: Ranks) -> str:
+    """The command that continues."""
+    if ranks.size == 1:
+        return shlex.join(["overspill", "train", "--resume", "--run", str(folder.path)])
+    here = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.size))
+    begin = ["torchrun", "--nproc-per-node", here, *(["..."] if here != str(ranks.size) else [])]
+    return shlex.join([*begin, "-m", "overspill", "train", "--resume", "--run-folder", str(folder.path)])
 
 
 def _session(settings: FineTune, folder: RunFolder, checkpoint: Path | None, ranks: Ranks) -> Session:
