@@ -90,7 +90,7 @@ def test_ranks_divide_what_the_stage_says() -> None:
         return tuple(sum(unit["bytes"][role] for unit in units) for role in ("weight", "grad", "state"))
 
     alone = held()
-    assert held("--world", "4", "--zero", "0") == alone
+    assert held("--world", "4", "--zero", "0") == pytest.approx(alone, rel=0.001)
     for stage, divided in ((1, (False, False, True)), (2, (False, True, True)), (3, (True, True, True))):
         shares = [whole / 4 if part else whole for whole, part in zip(alone, divided, strict=True)]
         assert held("--world", "4", "--zero", str(stage)) == pytest.approx(shares, rel=0.05)
