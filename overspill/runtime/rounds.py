@@ -139,9 +139,12 @@ class Rounds:
         self._ranks.meet(Meeting.STEP, self._steps, 1 + _hash(due))
         self._steps += 1
 
+    def meet_to_close(self, unit: int) -> None:
+        self._ranks.meet(Meeting.CLOSE, unit)
+
     def close(self) -> None:
         """No rank leaves before all have what they need from it."""
-        self._ranks.meet(Meeting.CLOSE)
+        self._ranks.meet(Meeting.CLOSE, len(self._units))
         self._executor.finish()
         self._ranks.comm.close()
 
