@@ -96,18 +96,19 @@ def _begin(given: dict[str, Any], path: Path | None, demo: bool, ranks: Ranks) -
 
 def _resume(given: dict[str, Any], path: Path | None, ranks: Ranks) -> int:
     """The rest of a run that was interrupted, or more of one that was not. Returns the exit code."""
-    folder, stored, checkpoint = ranks.from_first(lambda: _found(path))
+    folder, stored = ranks.from_first(lambda: _found(path))
     settings = ranks.together(lambda: _checked(resolve_resumed(stored, given, ranks.size), seq_is_given=True))
     assert isinstance(settings, FineTune)
+    checkpoint = ranks.from_first(lambda: Checkpoints(folder.checkpoints).newest())
     return fine_tune.run(settings, folder, checkpoint, ranks)
 
 
-def _found(path: Path | None) -> tuple[RunFolder, dict[str, Any], Path]:
-    """A run's folder, its settings, its newest checkpoint."""
+def _found(path: Path | None) -> tuple[RunFolder, dict[str, Any]]:
+    """A run's folder and its settings."""
     folder = RunFolder(path or newest_run(RUNS))
     if not folder.plan.is_file():
         raise OptionError(f"expected a run in {str(folder.path)!r} to resume, found none; name it with --run")
-    return folder, folder.read_plan()["settings"], Checkpoints(folder.checkpoints).newest()
+    return folder, folder.read_plan()["settings"]
 
 
 def _settled(given: dict[str, Any], demo: bool, ranks: Ranks) -> BuiltIn | FineTune:
