@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill import saving
+from overspill.comm import join
 from overspill.config import NvmeOption, Size, options
 from overspill.errors import OptionError, OverspillError, StateError
 from overspill.plan.plan import Plan
@@ -176,6 +177,12 @@ def trace(model: nn.Module, path: str | PathLike[str]) -> Iterator[None]:
         engine.parts.made.recorder.on = False
         engine.executor.finish()
         engine.parts.made.recorder.write(Path(path))
+
+
+def join_ranks() -> tuple[int, int]:
+    """The rank of this process, and how many there are. For the command line, whose ranks agree before `prepare`."""
+    joined = join(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
 
 
 class _NoSync:

@@ -1,10 +1,12 @@
 """The program that commands are registered with, and how an error leaves it."""
 
 import importlib.util
+import os
 import sys
 
 import typer
 
+from overspill.cli.ranks import Elsewhere
 from overspill.errors import OptionError, OverspillError
 
 app = typer.Typer(
@@ -32,7 +34,10 @@ def run() -> int:
     """Run the command line. An error that the user can do something about is a paragraph, not a traceback."""
     try:
         app()
+    except Elsewhere:
+        return 2
     except OverspillError as error:
-        print(f"overspill: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        print(f"overspill{f', rank {rank}' if rank != '0' else ''}: {error}", file=sys.stderr)
         return 2
     return 0

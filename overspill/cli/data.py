@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from overspill.cli.documents import Format, Piece, files_of, read_documents
-from overspill.cli.loop import Batch
+from overspill.cli.loop import Batch, Weighed
 from overspill.cli.settings import FineTune
 from overspill.errors import OptionError
 
@@ -69,10 +69,18 @@ class Data:
 
 
 class Reader:
-    """Batches without end, in an order that only seed and epoch decide. Its place in it is three numbers."""
+    """Batches without end, in an order that only seed and epoch decide. Its place in it is three numbers.
 
-    def __init__(self, samples: Samples, batch: int, seed: int, device: torch.device) -> None:
+    Ranks take turns: of every `size` batches that a single process would read, rank r gets the one with index r. So
+    all ranks are at the same place, and N ranks with M micro-batches read per step what one reads with N * M.
+    """
+
+    def __init__(
+        self, samples: Samples, batch: int, seed: int, device: torch.device, turn: tuple[int, int] = (0, 1)
+    ) -> None:
         self._samples, self._batch, self._device = samples, batch, device
+        self._turn = turn
+        """(rank, size)"""
         self._seed, self._epoch, self._index = seed, 0, 0
         self._order = self._shuffled()
 
@@ -80,6 +88,11 @@ class Reader:
         return self
 
     def __next__(self) -> Batch:
+        rank, size = self._turn
+        picks = [self._take() for _ in range(size)]
+        return self._samples.batch(picks[rank], self._device)
+
+    def _take(self) -> Tensor:
         """A batch at the end of an epoch is filled from the next one."""
         picks: list[Tensor] = []
         missing = self._batch
@@ -91,7 +104,7 @@ class Reader:
             if self._index == len(self._order):
                 self._epoch, self._index = self._epoch + 1, 0
                 self._order = self._shuffled()
-        return self._samples.batch(torch.cat(picks), self._device)
+        return torch.cat(picks)
 
     @property
     def position(self) -> dict[str, int]:
@@ -128,7 +141,7 @@ def total_steps(settings: FineTune, samples: int) -> int:
     """How many steps the run has."""
     if settings.steps:
         return settings.steps
-    per_step = settings.batch * settings.micro_batches
+    per_step = settings.batch * settings.micro_batches * settings.ranks
     steps = settings.epochs * samples // per_step
     if not steps:
         raise OptionError(
@@ -139,11 +152,17 @@ def total_steps(settings: FineTune, samples: int) -> int:
     return steps
 
 
-def validation_batches(samples: Samples, settings: FineTune, device: torch.device) -> Iterator[Batch]:
-    """The same few every time, drawn by the seed; the last one may be smaller."""
+def validation_batches(samples: Samples, settings: FineTune, device: torch.device, rank: int) -> list[Weighed]:
+    """The same few every time, drawn by the seed; the last one may be smaller. Ranks take turns, and all take as many:
+    one that has had its last takes the first again, which then counts for nothing."""
     order = torch.randperm(len(samples), generator=_seeded(settings.seed, "validation"))
-    for picks in order[: settings.validation_batches * settings.batch].split(settings.batch):
-        yield samples.batch(picks, device)
+    drawn = order[: settings.validation_batches * settings.batch].split(settings.batch)
+    found = []
+    for turn in range(0, len(drawn), settings.ranks):
+        mine = turn + rank
+        picks = drawn[mine] if mine < len(drawn) else drawn[0]
+        found.append((samples.batch(picks, device), len(picks) if mine < len(drawn) else 0))
+    return found
 
 
 def tokenize(pieces: Iterable[Piece], tokenizer: Any) -> Tokens:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.cli.settings import Settings
-from overspill.report.run import Record
 
 LAST_LR = 0.1
 """Where the learning rate ends, as a share of its peak."""
@@ -24,6 +23,8 @@ TRACED = 2
 """Steps that trace.json shows."""
 
 Batch = dict[str, Tensor]
+Weighed = tuple[Batch, int]
+"""A batch, and for how many samples its mean loss counts."""
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 
 
@@ -109,9 +110,10 @@ def train_steps(trainee: Trainee, source: Iterator[Batch], settings: Settings, s
     for _ in range(steps):
         begin = time.perf_counter()
         losses, norm = [], None
-        for _ in range(settings.micro_batches):
-            loss: Any = model(**next(source)).loss / settings.micro_batches
-            loss.backward()
+        for left in reversed(range(settings.micro_batches)):
+            with _held(model) if left else contextlib.nullcontext():
+                loss: Any = model(**next(source)).loss / settings.micro_batches
+                loss.backward()
             losses.append(loss.detach())
         if settings.clip:
             norm = trainee.clip(settings.clip)
@@ -121,6 +123,12 @@ def train_steps(trainee: Trainee, source: Iterator[Batch], settings: Settings, s
         optimizer.zero_grad()
         total = torch.stack(losses).sum().item()
         yield Step(total, lr, None if norm is None else norm.item(), time.perf_counter() - begin)
+
+
+def _held(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """Gradients of all but the last micro-batch need not go to other ranks, where there is room to hold them."""
+    held: contextlib.AbstractContextManager[Any] = getattr(model, "no_sync", contextlib.nullcontext)()
+    return held
 
 
 def traced(stream: Iterator[Step], model: nn.Module, path: Path, first: int) -> Iterator[Step]:
@@ -136,28 +144,13 @@ def traced(stream: Iterator[Step], model: nn.Module, path: Path, first: int) -> 
     yield from stream
 
 
-def validate(model: nn.Module, source: Iterable[Batch], device: torch.device) -> float:
-    """Mean loss over samples of equal length. Training goes on as if nobody had looked."""
+def validate(model: nn.Module, source: Iterable[Weighed], device: torch.device) -> tuple[float, int]:
+    """Loss over samples of equal length: its sum, and how many. Training goes on as if nobody had looked."""
     total, count, was = 0.0, 0, model.training
     model.eval()
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for batch in source:
-            samples = len(batch["input_ids"])
+        for batch, samples in source:
             total += model(**batch).loss.item() * samples
             count += samples
     model.train(was)
-    return total / count
-
-
-def as_record(number: int, step: Step, tokens: int, moved: dict[str, int], tiers: dict[str, int]) -> Record:
-    """A line of the log; steps are counted from 1."""
-    return Record(
-        step=number,
-        loss=step.loss,
-        lr=step.lr,
-        grad_norm=step.grad_norm,
-        seconds=step.seconds,
-        tokens_per_second=tokens / step.seconds,
-        moved=moved,
-        bytes=tiers,
-    )
+    return total, count

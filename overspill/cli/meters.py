@@ -25,8 +25,8 @@ _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 _M_MMAP_THRESHOLD = -3
 _THRESHOLD = 128 * KiB
-_SPILLED = "overspill-*"
-"""The folders that a process makes for itself in an nvme folder."""
+_SPILLED = "overspill-*-{pid}-*"
+"""The folders that a process makes for itself in an nvme folder; other ranks have theirs beside them."""
 _BLOCK = 512
 """The unit of st_blocks, whatever the file system's own is."""
 
@@ -37,7 +37,7 @@ class Zero:
 
     resident: int
     disk: int
-    """In the nvme folders, which may hold what other processes spill."""
+    """In the nvme folders, which may hold what this process spilled before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def disk_bytes(folders: Iterable[Path]) -> int:
     Opens no file: that would drop the locks of our own process.
     """
     found = 0
-    spilled = (path for folder in folders for path in folder.glob(_SPILLED))
+    spilled = (path for folder in folders for path in folder.glob(_SPILLED.format(pid=os.getpid())))
     for path, _folders, files in (entry for folder in spilled for entry in os.walk(folder)):
         for name in files:
             try:

@@ -50,7 +50,7 @@ Seq = Annotated[
     described(TRAINING, "Tokens in a sample; bytes for the built-in model.", f"{_both('seq')}, or as it can"),
 ]
 BatchSize = Annotated[int | None, described(TRAINING, "Samples in a micro-batch.", _both("batch"), "--batch")]
-MicroBatches = Annotated[int | None, described(TRAINING, "Backward passes in a step.", _B.micro_batches)]
+MicroBatches = Annotated[int | None, described(TRAINING, "Backward passes in a step, of every rank.", _B.micro_batches)]
 Steps = Annotated[int | None, described(TRAINING, "Optimizer steps.", f"{_B.steps}; with --model as --epochs say")]
 Epochs = Annotated[int | None, described(TRAINING, "Passes over the data, instead of --steps.", _F.epochs)]
 Optimizer = Annotated[str | None, described(TRAINING, f"One of {', '.join(OPTIMIZERS)}.", _B.optimizer)]
@@ -72,9 +72,17 @@ Deterministic = Annotated[
 Gpu = Annotated[str | None, described(MEMORY, 'Budget of the device: "24GiB", bytes, or a fraction.', _B.gpu)]
 Host = Annotated[str | None, described(MEMORY, "Budget of host memory.", _B.host)]
 Nvme = Annotated[list[Path] | None, described(MEMORY, "Folder to spill to; may be given several times.", "none")]
+Zero = Annotated[
+    str | None,
+    described(MEMORY, "What ranks divide: 1 states, 2 gradients too, 3 weights too; or 0, auto.", _B.zero),
+]
 Recompute = Annotated[bool | None, described(MEMORY, "Recompute activations.", "yes", "--recompute/--no-recompute")]
 
-Run = Annotated[Path | None, described(RUN, "Folder for plan, log, trace, plot and checkpoints.", "runs/DATE-TIME")]
+Run = Annotated[
+    Path | None,
+    # By two names: torchrun with Python 3.11 takes --run for the beginning of an option of its own.
+    described(RUN, "Folder for plan, log, trace, plot and checkpoints.", "runs/DATE-TIME", "--run", "--run-folder"),
+]
 Resume = Annotated[
     bool, described(RUN, "Continue the newest checkpoint of --run, or of the newest run.", "no", "--resume")
 ]

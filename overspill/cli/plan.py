@@ -11,14 +11,21 @@ from overspill.cli import options as o
 from overspill.cli import sizes, text_model
 from overspill.cli.app import app, need
 from overspill.cli.loop import build_optimizer
-from overspill.cli.settings import OPTIMIZERS, PRECISIONS, budget, option
+from overspill.cli.settings import OPTIMIZERS, PRECISIONS, STAGES, budget, option, stage
 from overspill.config import parse_size
 from overspill.errors import OptionError
 
 MODEL, MACHINE = "The model", "Another machine than this one"
 OTHERS_SHARE = {"gpu": 0.92, "host": 0.8}
 """What "auto" takes of another machine: what it would take there, where there is a GPU, and not what it takes here."""
-DEFAULTS = {"precision": "bf16", "optimizer": "adamw", "micro_batches": 1, "gpu": "auto", "host": "auto"}
+DEFAULTS = {
+    "precision": "bf16",
+    "optimizer": "adamw",
+    "micro_batches": 1,
+    "gpu": "auto",
+    "host": "auto",
+    "zero": "auto",
+}
 SOMEWHERE = "nvme"
 """The folder of another machine's disk; only its size counts."""
 
@@ -31,6 +38,7 @@ Vocab = Annotated[int | None, o.described(MODEL, "Its vocabulary.", sizes.VOCABU
 MachineGpu = Annotated[str | None, o.described(MACHINE, "Memory of its GPU: 80GiB.", "this one's")]
 MachineHost = Annotated[str | None, o.described(MACHINE, "Its host memory: 512GiB.", "this one's")]
 MachineNvme = Annotated[str | None, o.described(MACHINE, "Room on its disks, instead of --nvme: 2TB.", "none")]
+World = Annotated[int, o.described(MACHINE, "Processes that train together, each with a GPU of its own.", 1)]
 Json = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
 
 
@@ -48,15 +56,19 @@ def plan(
     gpu: o.Gpu = None,
     host: o.Host = None,
     nvme: o.Nvme = None,
+    world: World = 1,
+    zero: o.Zero = None,
     machine_gpu: MachineGpu = None,
     machine_host: MachineHost = None,
     machine_nvme: MachineNvme = None,
     json: Json = False,
 ) -> None:
     """Show which part of a model would live where, and the peak of every tier, without allocating anything."""
-    given = {"optimizer": optimizer, "micro_batches": micro_batches, "precision": precision, "gpu": gpu, "host": host}
+    given = {"optimizer": optimizer, "micro_batches": micro_batches, "precision": precision, "zero": zero}
+    given |= {"gpu": gpu, "host": host}
     said: dict[str, Any] = {**DEFAULTS, **{name: value for name, value in given.items() if value is not None}}
     _check_choices(said)
+    said["zero"] = stage(said["zero"])
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab}
     built, what = _built(model, params, shape)
     own = build_optimizer(built, said.pop("optimizer"), lr=1e-5, weight_decay=0.0)
@@ -65,6 +77,7 @@ def plan(
         built,
         own,
         machine=machine,
+        world=world,
         nvme=_disks(nvme, machine_nvme),
         **{**said, **{name: _budget(said[name], name, machine) for name in OTHERS_SHARE}},
     )
@@ -72,7 +85,7 @@ def plan(
 
 
 def _check_choices(said: dict[str, Any]) -> None:
-    for name, known in (("optimizer", OPTIMIZERS), ("precision", PRECISIONS)):
+    for name, known in (("optimizer", OPTIMIZERS), ("precision", PRECISIONS), ("zero", STAGES)):
         if said[name] not in known:
             raise OptionError(f"expected {option(name)} to be one of {', '.join(known)}, found {said[name]!r}")
 

@@ -1,5 +1,6 @@
 """Every random generator that training may draw from, as numbers that a checkpoint can hold."""
 
+import hashlib
 import logging
 import random
 from collections.abc import Mapping
@@ -11,7 +12,11 @@ import torch
 log = logging.getLogger("overspill")
 
 
-def seed_all(seed: int) -> None:
+def seed_all(seed: int, rank: int = 0) -> None:
+    """Rank 0 draws what a single process would; every other rank draws its own."""
+    if rank:
+        digest = hashlib.sha256(f"{seed}, rank {rank}".encode()).digest()
+        seed = int.from_bytes(digest[:8], "little") >> 1
     random.seed(seed)
     np.random.seed(seed % 2**32)  # it takes no more
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""One process's part of a run with --model: from its beginning or a checkpoint to its end or an interruption."""
+"""A part of a run with --model, on one of its ranks: from its beginning or a checkpoint to its end or a signal."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -12,8 +12,9 @@ import overspill
 from overspill.cli import randomness
 from overspill.cli.checkpoints import Checkpoints
 from overspill.cli.data import Data, Reader, validation_batches
-from overspill.cli.loop import TRACED, Step, Trainee, as_record, traced, train_steps, validate
-from overspill.cli.meters import Meter
+from overspill.cli.loop import TRACED, Step, Trainee, traced, train_steps, validate
+from overspill.cli.ranks import Ranks
+from overspill.cli.recording import Recorder
 from overspill.cli.settings import FineTune, check_contents, check_same
 from overspill.cli.signals import Interruption
 from overspill.report.run import Record, RunFolder
@@ -36,7 +37,7 @@ class Session:
     """Of the whole run."""
     trainee: Trainee
     reader: Reader
-    meter: Meter
+    recorder: Recorder
     done: int = 0
     """Steps before this session."""
     seen: dict[str, float | int] = field(default_factory=dict)
@@ -51,15 +52,22 @@ class Session:
         self.reader.move_to(extra["position"])
         self._move_schedule(extra["scheduler"])
         self.seen = dict(extra["validation"])
-        randomness.restore(extra["rng"], self.device)
-        self.folder.rewind(self.done)
+        if len(extra["rng"]) == self.ranks.size:
+            randomness.restore(extra["rng"][self.ranks.rank], self.device)
+        else:  # other ranks than before draw anew what they draw
+            randomness.seed_all(self.settings.seed + self.done, self.ranks.rank)
+        if self.ranks.first:
+            self.folder.rewind(self.done)
 
     def records(self, interruption: Interruption) -> Iterator[Record]:
         """Train: one record a step, in the log before it is shown. Ends early after an interruption."""
         for number, step in enumerate(self._stream(), start=self.done + 1):
-            record = self._validated(self._measured(number, step))
-            self.folder.append(record)
-            stop = interruption.caught is not None
+            record = self._validated(self.recorder(number, step, interruption.caught))
+            if self.ranks.first:
+                self.folder.append(record)
+            stop = self.recorder.stopped is not None
+            if stop:
+                interruption.caught = self.recorder.stopped
             if stop or number == self.steps or _due(number, self.settings.save_every):
                 self._save(number)
             yield record
@@ -72,40 +80,43 @@ class Session:
             return iter(())
         first = min(SETTLED, max(0, (count - TRACED) // 2))
         stream = train_steps(self.trainee, self.reader, self.settings, count)
-        return traced(stream, self.trainee.model, self.folder.trace, first)
+        return traced(stream, self.trainee.model, self.folder.trace, first) if self.ranks.first else stream
 
-    def _measured(self, number: int, step: Step) -> Record:
-        optimizer: Any = self.trainee.optimizer
-        return as_record(number, step, self.settings.tokens, optimizer.report()["moved"], self.meter.read())
+    @property
+    def ranks(self) -> Ranks:
+        return self.recorder.ranks
 
     def _validated(self, record: Record) -> Record:
         samples = self.data.validation
         if samples is None or not (record.step == self.steps or _due(record.step, self.settings.validate_every)):
             return record
-        source = validation_batches(samples, self.settings, self.device)
-        loss = validate(self.trainee.model, source, self.device)
+        source = validation_batches(samples, self.settings, self.device, self.ranks.rank)
+        heard = self.ranks.exchange(validate(self.trainee.model, source, self.device))
+        loss = sum(total for total, _ in heard) / sum(count for _, count in heard)
         if not self.seen or loss < self.seen["best"]:
             self.seen |= {"best": loss, "best_step": record.step}
         self.seen |= {"last": loss, "last_step": record.step}
-        self.meter.read()  # what this took is not the next step's
+        self.recorder.meter.read()  # what this took is not the next step's
         return dataclasses.replace(record, validation=loss)
 
     def _save(self, step: int) -> None:
-        """A checkpoint, from which `resume` continues with the very next batch."""
+        """A checkpoint, from which `resume` continues with the very next batch; of all ranks, written by the first."""
         checkpoints = Checkpoints(self.folder.checkpoints)
-        checkpoints.folder.mkdir(exist_ok=True)
+        if self.ranks.first:
+            checkpoints.folder.mkdir(exist_ok=True)
         extra = {
             "step": step,
             "settings": self.settings.to_dict(),
             "contents": dict(self.contents),
             "position": self.reader.position,
             "scheduler": self.trainee.scheduler.state_dict(),
-            "rng": randomness.capture(self.device),
+            "rng": self.ranks.exchange(randomness.capture(self.device)),
             "validation": dict(self.seen),
         }
         overspill.save(checkpoints.path(step), self.trainee.model, self.trainee.optimizer, extra=extra)
-        checkpoints.prune(self.settings.keep)
-        self.meter.read()  # nor is what this took
+        if self.ranks.first:
+            checkpoints.prune(self.settings.keep)
+        self.recorder.meter.read()  # nor is what this took
 
     def _move_schedule(self, state: dict[str, Any]) -> None:
         """To the same step, on the curve of this session: more --steps stretch it."""

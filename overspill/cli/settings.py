@@ -12,6 +12,7 @@ from overspill.errors import OptionError
 OPTIMIZERS = ("adamw", "adam", "sgd", "adagrad")
 SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("bf16", "fp16", "fp32")
+STAGES = ("auto", "0", "1", "2", "3")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +24,9 @@ class Settings:
     batch: int = 4
     """Samples in one micro-batch."""
     micro_batches: int = 1
+    """Of every rank."""
+    ranks: int = 1
+    """Processes that train together; not an option, torchrun says it."""
     steps: int = 60
     optimizer: str = "adamw"
     lr: float = 5e-4
@@ -38,6 +42,7 @@ class Settings:
     gpu: str = "auto"
     host: str = "auto"
     nvme: tuple[Path, ...] = ()
+    zero: str = "auto"
     recompute: bool = True
     deterministic: bool = False
 
@@ -50,7 +55,7 @@ class Settings:
         self._check("weight_decay", 0 <= self.weight_decay < float("inf"), "from 0")
         self._check("warmup", self.warmup >= 0, "from 0")
         self._check("seed", 0 <= self.seed < 2**63, "from 0 and below 2**63")
-        choices = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "precision": PRECISIONS}
+        choices = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "precision": PRECISIONS, "zero": STAGES}
         for name, known in choices.items():
             self._check(name, getattr(self, name) in known, f"to be one of {', '.join(known)}")
 
@@ -60,8 +65,8 @@ class Settings:
 
     @property
     def tokens(self) -> int:
-        """Per step."""
-        return self.batch * self.seq * self.micro_batches
+        """Per step, of all ranks."""
+        return self.batch * self.seq * self.micro_batches * self.ranks
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON knows it."""
@@ -76,6 +81,7 @@ class Settings:
             "nvme": list(self.nvme) or None,
             "precision": self.precision,
             "micro_batches": self.micro_batches,
+            "zero": stage(self.zero),
         }
 
 
@@ -138,8 +144,9 @@ class FineTune(Settings):
 
 
 FREE = frozenset({"model", "data", "validation_data", "export", "gpu", "host", "nvme", "recompute", "steps", "epochs"})
-FREE |= {"save_every", "keep", "validate_every", "validation_batches"}
-"""What a resumed run may be told anew. What the paths hold is compared, not how they are called."""
+FREE |= {"save_every", "keep", "validate_every", "validation_batches", "zero", "micro_batches", "ranks"}
+"""What a resumed run may be told anew. What the paths hold is compared, not how they are called; and the batches of a
+step, not how many of them a rank takes."""
 
 DEMO = {"gpu": "64MiB", "host": "96MiB", "verify": True}
 """What --demo sets, beside an nvme folder in the run's own: on 10 million parameters the device keeps next to nothing
@@ -153,9 +160,9 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def resolve(given: Mapping[str, Any], demo: bool = False) -> BuiltIn | FineTune:
+def resolve(given: Mapping[str, Any], demo: bool = False, ranks: int = 1) -> BuiltIn | FineTune:
     """What the user said, then the demo's values, then the defaults."""
-    said = {name: value for name, value in given.items() if value is not None}
+    said = {"ranks": ranks, **{name: value for name, value in given.items() if value is not None}}
     if "model" not in said:
         return _settings(BuiltIn, {**(DEMO if demo else {}), **said}, "goes with --model DIR")
     if demo:
@@ -165,21 +172,34 @@ def resolve(given: Mapping[str, Any], demo: bool = False) -> BuiltIn | FineTune:
     return _settings(FineTune, _one_length(_one_validation(said)), "belongs to the built-in model")
 
 
-def resolve_resumed(stored: Mapping[str, Any], given: Mapping[str, Any]) -> FineTune:
-    """What the run began with, and what the user says now of the things that may change."""
+def resolve_resumed(stored: Mapping[str, Any], given: Mapping[str, Any], ranks: int = 1) -> FineTune:
+    """What the run began with, and what the user says now of the things that may change. Other ranks than before
+    share the same batches."""
     said = {name: value for name, value in given.items() if value is not None}
     if set(stored) != set(FineTune.__dataclass_fields__):
         raise OptionError(
             "expected a run of this version with --model to resume, found one with other settings; begin a new run"
         )
     before = _from_dict(stored)
-    now = dataclasses.replace(before, **_checked(FineTune, _one_length(said), "belongs to the built-in model"))
+    said = dict(_checked(FineTune, _one_length(said), "belongs to the built-in model"))
+    batches = before.micro_batches * before.ranks
+    if "micro_batches" not in said and batches % ranks:
+        raise OptionError(
+            f"expected a number of ranks that divides the {batches} batches of a step of the run that is resumed "
+            f"({_batches(stored)}), found {ranks}; resume it with {batches} ranks or fewer, or begin a new run"
+        )
+    now = dataclasses.replace(before, **{"micro_batches": batches // ranks, **said, "ranks": ranks})
     check_same(before.to_dict(), now.to_dict())
     return now
 
 
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to resume a run with settings that would make it another one."""
+    if before["micro_batches"] * before["ranks"] != now["micro_batches"] * now["ranks"]:
+        raise OptionError(
+            f"expected {before['micro_batches'] * before['ranks']} batches a step, as the run that is resumed began "
+            f"with ({_batches(before)}), found {_batches(now)}; leave it out to continue that run, or begin a new one"
+        )
     differing = [name for name in now if name not in FREE and before.get(name) != now[name]]
     if differing:
         expected = ", ".join(f"{option(name)} {before.get(name)}" for name in differing)
@@ -204,6 +224,15 @@ def budget(text: str) -> str | float:
     """A budget as `prepare` takes it: on a command line a fraction is text too."""
     plain = text.replace(".", "", 1)
     return float(text) if "." in text and plain.isdecimal() else text
+
+
+def stage(text: str) -> str | int:
+    """A ZeRO stage as `prepare` takes it."""
+    return int(text) if text.isdecimal() else text
+
+
+def _batches(settings: Mapping[str, Any]) -> str:
+    return f"--micro-batches {settings['micro_batches']} on {settings['ranks']} ranks"
 
 
 def _settings(kind: type[Kind], said: Mapping[str, Any], why: str) -> Kind:

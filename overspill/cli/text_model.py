@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import overspill
+from overspill.cli.ranks import Ranks
 from overspill.errors import OptionError
 
 log = logging.getLogger("overspill")
@@ -90,15 +91,18 @@ def check_target(path: Path) -> None:
         raise OptionError(f"expected --export to be a new or empty folder, found {str(path)!r}; give another one")
 
 
-def export(model: nn.Module, source: Path, target: Path) -> None:
+def export(model: nn.Module, source: Path, target: Path, ranks: Ranks) -> None:
     """A folder that `from_pretrained` loads: the weights as they are now, everything else as in the model's own folder.
 
-    It gets its name when it is complete, and takes the place of an earlier one.
+    It gets its name when it is complete, and takes the place of an earlier one. All ranks together; the first writes.
     """
     partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.parent.mkdir(parents=True, exist_ok=True)
+    if ranks.first:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.parent.mkdir(parents=True, exist_ok=True)
     overspill.export(model, partial)
+    if not ranks.first:
+        return
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in COMPANIONS and not path.name.endswith(".index.json"):
             shutil.copyfile(path, partial / path.name)

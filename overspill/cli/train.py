@@ -1,8 +1,8 @@
 """`overspill train`: trains a model within the budgets given, and shows what it takes."""
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from overspill.cli import built_in, fine_tune
 from overspill.cli import options as o
 from overspill.cli.app import app, need
 from overspill.cli.checkpoints import Checkpoints, newest_run
+from overspill.cli.ranks import Ranks, join
 from overspill.cli.settings import BuiltIn, FineTune, resolve, resolve_resumed
 from overspill.errors import OptionError
 from overspill.report.run import RunFolder
@@ -51,6 +52,7 @@ def train(
     gpu: o.Gpu = None,
     host: o.Host = None,
     nvme: o.Nvme = None,
+    zero: o.Zero = None,
     recompute: o.Recompute = None,
     run: o.Run = None,
     resume: o.Resume = False,
@@ -65,51 +67,59 @@ def train(
     given |= {name: given[name] and given[name].resolve() for name in ("model", "data", "validation_data", "export")}
     given["nvme"] = tuple(nvme) if nvme else None
     try:
-        code = _resume(given, run) if resume else _begin(given, run, demo)
+        ranks = join()
+        code = _resume(given, run, ranks) if resume else _begin(given, run, demo, ranks)
     except KeyboardInterrupt:  # outside of the training itself, where there is nothing to save
         code = INTERRUPTED
     if code:
         raise typer.Exit(code)
 
 
-def _begin(given: dict[str, Any], path: Path | None, demo: bool) -> int:
+def _begin(given: dict[str, Any], path: Path | None, demo: bool, ranks: Ranks) -> int:
     """A new run. Returns the exit code."""
-    folder = RunFolder(path or RUNS / time.strftime("%Y-%m-%d-%H%M%S"))
+    settings = ranks.together(lambda: _settled(given, demo, ranks))
     with contextlib.ExitStack() as stack:
-        settings = resolve(given, demo)
-        need("transformers", "matplotlib")
-        _check_folders(settings.nvme)
+        folder = ranks.from_first(lambda: RunFolder(path or RUNS / time.strftime("%Y-%m-%d-%H%M%S")).made())
+        if ranks.first:
+            stack.callback(_remove_if_empty, folder.path)
         if isinstance(settings, FineTune):
-            settings = fine_tune.checked(settings, seq_is_given=given["seq"] is not None)
-        _make(folder, stack.callback)
-        if isinstance(settings, FineTune):
-            return fine_tune.run(settings, folder, None)
+            return fine_tune.run(settings, folder, None, ranks)
         if demo and not settings.nvme:
             # Beside the run's folder, so that the next demo finds and removes what a killed one left.
             spill = folder.path.parent / "spill"
-            settings = resolve({**given, "nvme": (spill,)}, demo)
-            assert isinstance(settings, BuiltIn)
-            spill.mkdir(exist_ok=True)
+            settings = dataclasses.replace(settings, nvme=(spill,))
+            spill.mkdir(parents=True, exist_ok=True)
             stack.callback(_remove_if_empty, spill)
-        verdict = built_in.run(settings, folder)
+        verdict = built_in.run(settings, folder, ranks)
     return 0 if verdict is None or verdict.equal else 1
 
 
-def _resume(given: dict[str, Any], path: Path | None) -> int:
+def _resume(given: dict[str, Any], path: Path | None, ranks: Ranks) -> int:
     """The rest of a run that was interrupted, or more of one that was not. Returns the exit code."""
+    folder, stored = ranks.from_first(lambda: _found(path))
+    settings = ranks.together(lambda: _checked(resolve_resumed(stored, given, ranks.size), seq_is_given=True))
+    assert isinstance(settings, FineTune)
+    checkpoint = ranks.from_first(lambda: Checkpoints(folder.checkpoints).newest())
+    return fine_tune.run(settings, folder, checkpoint, ranks)
+
+
+def _found(path: Path | None) -> tuple[RunFolder, dict[str, Any]]:
+    """A run's folder and its settings."""
     folder = RunFolder(path or newest_run(RUNS))
     if not folder.plan.is_file():
         raise OptionError(f"expected a run in {str(folder.path)!r} to resume, found none; name it with --run")
-    settings = resolve_resumed(folder.read_plan()["settings"], given)
-    checkpoint = Checkpoints(folder.checkpoints).newest()
+    return folder, folder.read_plan()["settings"]
+
+
+def _settled(given: dict[str, Any], demo: bool, ranks: Ranks) -> BuiltIn | FineTune:
+    return _checked(resolve(given, demo, ranks.size), seq_is_given=given["seq"] is not None)
+
+
+def _checked(settings: BuiltIn | FineTune, seq_is_given: bool) -> BuiltIn | FineTune:
+    """As far as can be seen on this machine."""
     need("transformers", "matplotlib")
     _check_folders(settings.nvme)
-    return fine_tune.run(fine_tune.checked(settings, seq_is_given=True), folder, checkpoint)
-
-
-def _make(folder: RunFolder, at_exit: Callable[..., Any]) -> None:
-    folder.make()
-    at_exit(_remove_if_empty, folder.path)
+    return fine_tune.checked(settings, seq_is_given) if isinstance(settings, FineTune) else settings
 
 
 def _check_folders(paths: tuple[Path, ...]) -> None:

@@ -1,5 +1,6 @@
 """The built-in training: a byte-level GPT on the source text of Python's own library, and the same by torch alone."""
 
+import itertools
 import sysconfig
 from collections.abc import Iterator
 from functools import partial
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from overspill.cli.loop import Batch, Trainee, build_optimizer, build_scheduler
 from overspill.cli.settings import BuiltIn
@@ -35,11 +37,13 @@ def read_corpus(limit: int = CORPUS_BYTES) -> Tensor:
     return torch.frombuffer(text, dtype=torch.uint8)[:limit]
 
 
-def batches(corpus: Tensor, settings: BuiltIn, device: torch.device) -> Iterator[Batch]:
-    """Random windows of the text, the same for the same seed: int64 [batch, seq], device."""
+def batches(corpus: Tensor, settings: BuiltIn, device: torch.device, rank: int = 0) -> Iterator[Batch]:
+    """Random windows of the text, the same for the same seed: int64 [batch, seq], device. Ranks take turns."""
     generator = torch.Generator().manual_seed(settings.seed)
-    while True:
+    for turn in itertools.count():
         starts = torch.randint(0, len(corpus) - settings.seq, (settings.batch,), generator=generator)
+        if turn % settings.ranks != rank:
+            continue
         window = corpus[starts[:, None] + torch.arange(settings.seq)].long().to(device)
         yield {"input_ids": window, "labels": window}
 
@@ -75,8 +79,10 @@ def own_optimizer(model: nn.Module, settings: BuiltIn) -> torch.optim.Optimizer:
 
 
 def plain_trainee(settings: BuiltIn, device: torch.device) -> Trainee:
-    """The same training by torch alone."""
+    """The same training by torch alone; over ranks by its DistributedDataParallel."""
     model = build_model(settings).to(device)
     optimizer = own_optimizer(model, settings)
+    if settings.ranks > 1:
+        model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
     clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()))
     return Trainee(model, optimizer, build_scheduler(optimizer, settings, settings.steps), clip)

@@ -11,6 +11,6 @@ May be imported here: `overspill.errors`, `specs`, `config`, `trace`, this folde
 """
 
 from overspill.comm.comm import Comm
-from overspill.comm.connect import connect
+from overspill.comm.connect import connect, join
 
-__all__ = ["Comm", "connect"]
+__all__ = ["Comm", "connect", "join"]

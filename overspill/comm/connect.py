@@ -34,20 +34,28 @@ def connect(mesh: Any, device: torch.device) -> Comm | None:
 
     `mesh` is a torch DeviceMesh or None, which means all ranks. `device` is where the tensors will be.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        if not all(name in os.environ for name in _ASKED):
-            if mesh is not None:
-                raise OptionError(
-                    "expected torch.distributed to be initialised when a mesh is given, found that it is not; start "
-                    "the script with torchrun, or call torch.distributed.init_process_group"
-                )
-            return None
-        _initialise(device)
+    if not join(device):
+        if mesh is not None:
+            raise OptionError(
+                "expected torch.distributed to be initialised when a mesh is given, found that it is not; start the "
+                "script with torchrun, or call torch.distributed.init_process_group"
+            )
+        return None
     world = dist.get_rank()
     table = [list(range(dist.get_world_size()))] if mesh is None else data_parallel_ranks(mesh, world)
     ranks = tuple(itertools.chain.from_iterable(table))
     store = _torch.distributed_c10d._get_default_store()
     return _Connection(store, Seat(ranks.index(world), ranks, _keeper(store)), len(table[0])).comm(device)
+
+
+def join(device: torch.device) -> bool:
+    """Initialise torch.distributed if torchrun's environment asks for it and nobody has; whether it is now."""
+    if dist.is_available() and dist.is_initialized():
+        return True
+    if not all(name in os.environ for name in _ASKED):
+        return False
+    _initialise(device)
+    return True
 
 
 # Note [groups of our own]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,14 @@ class Record:
     seconds: float
     tokens_per_second: float
     moved: Mapping[str, int]
-    """Bytes per lane."""
+    """Bytes per lane, of rank 0."""
     bytes: Mapping[str, int]
-    """The step's peak per tier; empty where nothing was measured. The host's is its arena, of fixed size."""
+    """The step's peak per tier; empty where nothing was measured. The host's is its arena, of fixed size. Of several
+    ranks the largest, because each has the plan's budgets."""
     validation: float | None = None
     """Loss on the validation data after the step, where somebody looked."""
+    ranks: Sequence[Mapping[str, Any]] | None = None
+    """Bytes and moved of every rank, and the elements that it sent to others; None for a single process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,11 @@ class RunFolder:
     @property
     def model(self) -> Path:
         return self.path / "model"
+
+    def made(self) -> "RunFolder":
+        """Itself, once it is there."""
+        self.make()
+        return self
 
     def make(self) -> None:
         """A folder that holds no run yet."""

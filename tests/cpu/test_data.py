@@ -1,5 +1,6 @@
 """From files to batches: what is read, how it is cut, in which order, and what is refused."""
 
+import dataclasses
 import gzip
 import json
 from pathlib import Path
@@ -151,7 +152,7 @@ def test_samples_are_windows_of_the_tokens_and_each_is_of_one_set(tmp_path: Path
     again, other = (split(data.training.table, 0.1, seed)[1] for seed in (0, 1))
     assert again is not None and other is not None
     assert torch.equal(again.rows, data.validation.rows) and not torch.equal(other.rows, again.rows)
-    first, second = ([b["labels"] for b in validation_batches(data.validation, how, CPU)] for _ in range(2))
+    first, second = ([b["labels"] for b, _ in validation_batches(data.validation, how, CPU, 0)] for _ in range(2))
     assert len(first) == 16 and all(map(torch.equal, first, second))
 
 
@@ -161,7 +162,7 @@ def test_validation_data_of_its_own_leaves_all_samples_to_training(tmp_path: Pat
     how = settings(tmp_path / "a.txt", validation=0.0, validation_data=tmp_path / "b.txt", batch=4)
     data = read_data(how, tokenizer, VOCABULARY)
     assert data.validation is not None and len(data.training) == len(data.training.table)
-    seen = list(validation_batches(data.validation, how, CPU))
+    seen = [batch for batch, _ in validation_batches(data.validation, how, CPU, 0)]
     assert sum(len(b["labels"]) for b in seen) == len(data.validation) and len(seen[-1]["labels"]) <= 4
 
 
@@ -213,3 +214,29 @@ def test_epochs_become_steps(tmp_path: Path) -> None:
     assert total_steps(settings(tmp_path, epochs=0, steps=5), 1) == 5
     with pytest.raises(OptionError, match="the 16 samples of one step in --epochs 1, found 10"):
         total_steps(settings(tmp_path, micro_batches=8), 10)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_read_together_what_one_process_reads(size: int) -> None:
+    table = torch.arange(14, dtype=torch.int32).view(7, 2)
+    samples = Samples(table, torch.arange(7))
+    alone = Reader(samples, 2, 5, CPU)
+    ranks = [Reader(samples, 2, 5, CPU, (rank, size)) for rank in range(size)]
+    for _ in range(6):
+        for rank in ranks:
+            assert torch.equal(next(rank)["labels"], next(alone)["labels"])
+        assert all(rank.position == alone.position for rank in ranks)
+    # Other ranks continue where these are.
+    fewer = Reader(samples, 2, 5, CPU)
+    fewer.move_to(ranks[0].position)
+    assert torch.equal(next(fewer)["labels"], next(ranks[0])["labels"])
+
+
+def test_ranks_share_the_validation_and_take_as_many_batches_each() -> None:
+    samples = Samples(torch.arange(18, dtype=torch.int32).view(9, 2), torch.arange(9))
+    how = settings(Path("a"), batch=2)
+    alone = validation_batches(samples, how, CPU, 0)
+    shares = [validation_batches(samples, dataclasses.replace(how, ranks=3), CPU, rank) for rank in range(3)]
+    assert [[count for _, count in share] for share in shares] == [[2, 2], [2, 1], [2, 0]]
+    turns = [pair for turn in zip(*shares, strict=True) for pair in turn if pair[1]]
+    assert all(torch.equal(a["labels"], b["labels"]) for (a, _), (b, _) in zip(turns, alone, strict=True))

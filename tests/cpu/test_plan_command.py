@@ -79,3 +79,22 @@ def test_what_does_not_fit_is_refused_with_exit_code_2(
 def test_bad_options_are_refused(options: list[str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         here("plan", *options)
+
+
+def test_ranks_divide_what_the_stage_says() -> None:
+    machine = ["--machine-gpu", "80GiB", "--machine-host", "512GiB"]
+
+    def held(*options: str) -> tuple[int, ...]:
+        body = json.loads(here("plan", "--params", "350M", *machine, *options, "--json"))
+        units = body["units"]
+        return tuple(sum(unit["bytes"][role] for unit in units) for role in ("weight", "grad", "state"))
+
+    alone = held()
+    assert held("--world", "4", "--zero", "0") == pytest.approx(alone, rel=0.001)
+    for stage, divided in ((1, (False, False, True)), (2, (False, True, True)), (3, (True, True, True))):
+        shares = [whole / 4 if part else whole for whole, part in zip(alone, divided, strict=True)]
+        assert held("--world", "4", "--zero", str(stage)) == pytest.approx(shares, rel=0.05)
+    with pytest.raises(OptionError, match="--zero to be one of auto, 0, 1, 2, 3, found '4'"):
+        held("--zero", "4")
+    with pytest.raises(OptionError, match="number of processes"):
+        held("--world", "0")

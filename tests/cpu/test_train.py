@@ -121,5 +121,5 @@ def test_what_differs_is_named_and_ends_in_exit_code_1(monkeypatch: pytest.Monke
     verdict = compare(ours, plain, [1.0, 2.0], [1.0, 2.5])
     assert (verdict.differing, verdict.strayed) == (("a", "d", "c"), (2,))
     assert "verify: 1 of 4 tensors equal" in str(verdict) and "differs: a" in str(verdict)
-    monkeypatch.setattr(built_in, "run", lambda settings, folder: verdict)
+    monkeypatch.setattr(built_in, "run", lambda settings, folder, ranks: verdict)
     assert CliRunner().invoke(app, ["train", "--run", str(tmp_path)]).exit_code == 1
