@@ -1,4 +1,4 @@
-"""What each rank keeps, sends and moves is what the ZeRO paper (arXiv 1910.02054, sections 5 and 7) says, with our bytes
+"""What each rank keeps, sends and moves is what the ZeRO paper (arXiv 1910.02054, sections 5, 7) says, with our bytes
 per parameter. With `-s` the tests print both side by side."""
 
 import itertools
@@ -81,7 +81,7 @@ def measured(stages: list[int], precision: str) -> dict[int, dict[str, Any]]:
             model, optimizer = prepared(Case(zero, "host", precision=precision), nvme, Stack(), gpu=room)
             engine = overspill.api._engine(model)
             counts = []
-            for step in range(4):
+            for _step in range(4):
                 model(torch.randn(3, WIDTH)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -1,5 +1,6 @@
 """Where values come from over ranks: whoever holds them, all ranks begin with those of rank 0."""
 
+import itertools
 import logging
 import os
 import tempfile
@@ -122,7 +123,7 @@ def assert_read_once(read: Counter[tuple[str, int, int]], folder: Path) -> None:
     """All ranks together read every byte of every tensor once. Headers apart: they say where the tensors are."""
     assert set(read.values()) == {1}, read
     ranges = sorted((name, offset, offset + length) for name, offset, length in read)
-    for (name, _, end), (other, start, _) in zip(ranges, ranges[1:], strict=False):
+    for (name, _, end), (other, start, _) in itertools.pairwise(ranges):
         assert name != other or end <= start, "bytes were read twice"
     model = small.build()
     stored = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
