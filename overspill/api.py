@@ -229,6 +229,14 @@ def _engine_of(p: Tensor) -> Engine:
     raise StateError("expected a parameter of a prepared model, found another tensor; pass one of model.parameters()")
 
 
+def _ranks(engine: Engine) -> dict[str, Any]:
+    """Which rank this is, of how many that divide the model and that have copies of it; elements sent in all."""
+    sharding, ranks = engine.executor.program.model.sharding, engine.parts.made.ranks
+    sent = dict(ranks.comm.sent) if ranks is not None else {}
+    copies = ranks.comm.replicas if ranks is not None else 1
+    return {"zero": sharding.zero, "rank": sharding.rank, "size": sharding.size, "copies": copies, "sent": sent}
+
+
 def _report(engine: Engine, made: Plan) -> dict[str, Any]:
     homes: dict[str, dict[str, int]] = {}
     scale = engine.parts.scale
@@ -241,5 +249,6 @@ def _report(engine: Engine, made: Plan) -> dict[str, Any]:
         "measured": engine.measures.peaks(),
         "loss_scale": scale.value if scale else None,
         "skipped": scale.skipped if scale else 0,
+        "ranks": _ranks(engine),
         **engine.measures.last,
     }

@@ -7,6 +7,7 @@ placement, any precision, and any way in which the updates are done.
 import copy
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 from overspill.checkpoint.export import write_export
 from overspill.checkpoint.folder import Saved, open_folder, save_folder
 from overspill.checkpoint.writer import Stored, stored, write_tensors
-from overspill.errors import ModelError
+from overspill.errors import ModelError, OverspillError, StateError
 from overspill.runtime.adopt import PIECE
 from overspill.runtime.engine import Engine
 from overspill.runtime.optimizer import SpilledOptimizer
+from overspill.runtime.ranks import Meeting
 from overspill.specs import ParamSpec, dense_stride
+from overspill.units.local import is_wrapper
 
 log = logging.getLogger("overspill")
 
@@ -29,9 +32,50 @@ WEIGHTS, STATES = "weights.safetensors", "states.safetensors"
 STATE = "state of "
 
 
+@contextmanager
+def _by_one(engine: Engine, what: str) -> Iterator[bool]:
+    """Over ranks, the first one writes, and the others give it what it asks for, until it is done. Whether it is this
+    one that writes."""
+    _refuse_parts(engine.model, what)
+    ranks = engine.parts.made.ranks
+    if ranks is None:
+        yield True
+        return
+    ranks.meet(Meeting.SAVE)
+    failed: BaseException | None = None
+    try:
+        yield ranks.comm.place == 0
+    except Exception as error:
+        failed = error
+        raise
+    finally:
+        if failed is None or isinstance(failed, OverspillError):
+            ranks.meet(Meeting.SAVE, 1)
+            if not ranks.comm.everyone(failed is None) and failed is None:
+                raise StateError(
+                    f"expected rank {ranks.comm.world_ranks[0]} to {what}, found that it could not; look at its message"
+                )
+
+
+def _refuse_parts(model: nn.Module, what: str) -> None:
+    """Of a tensor-parallel parameter every rank has another part."""
+    for name, p in model.named_parameters():
+        if is_wrapper(p):
+            raise ModelError(
+                f"expected parameters that are whole on this rank to {what}, found {name!r}, a DTensor; save "
+                "model.state_dict() and optimizer.state_dict() with torch.distributed.checkpoint"
+            )
+
+
 def save(path: str | PathLike[str], engine: Engine, optimizer: SpilledOptimizer, extra: Any) -> None:
     """Everything that training changes, as of now."""
     engine.settle()
+    with _by_one(engine, "save a checkpoint") as writes:
+        if writes:
+            _save(path, engine, optimizer, extra)
+
+
+def _save(path: str | PathLike[str], engine: Engine, optimizer: SpilledOptimizer, extra: Any) -> None:
     names = _names(engine.model)
     weights = [_weight(engine, name, p) for name, p in engine.model.named_parameters()]
     weights += [stored(name, b.contiguous()) for name, b in engine.model.named_buffers() if b is not None]
@@ -52,7 +96,10 @@ def save(path: str | PathLike[str], engine: Engine, optimizer: SpilledOptimizer,
 
 def load(path: str | PathLike[str], engine: Engine, optimizer: SpilledOptimizer) -> Any:
     """Put everything back as it was saved; all of it is checked before anything is changed. Returns `extra`."""
+    _refuse_parts(engine.model, "load a checkpoint")
     engine.settle()
+    if engine.parts.made.ranks is not None:
+        engine.parts.made.ranks.meet(Meeting.LOAD)
     with open_folder(path) as saved:
         body = saved.body()
         _check(saved, body, engine, optimizer)
@@ -77,6 +124,12 @@ def load(path: str | PathLike[str], engine: Engine, optimizer: SpilledOptimizer)
 def export(path: str | PathLike[str], engine: Engine) -> None:
     """Plain safetensors, every parameter in the dtype that it came with; beside them what Transformers needs."""
     engine.settle()
+    with _by_one(engine, "export the model") as writes:
+        if writes:
+            _export(path, engine)
+
+
+def _export(path: str | PathLike[str], engine: Engine) -> None:
     model = engine.model
     if hasattr(model, "peft_config"):
         _export_adapters(Path(path), engine)

@@ -70,9 +70,14 @@ def _need(program: Program, state: State, event: Need, ops: list[Op]) -> State:
 
 def _make_whole(program: Program, state: State, unit: int, keep: frozenset[int], ops: list[Op]) -> State:
     """A unit's weights on the device: all of them, and current."""
-    state = bring(program, state, unit, keep, ops)
-    state = update(program, state, unit, ops)
-    return gather(program, state, unit, ops)
+    return _renew(program, bring(program, state, unit, keep, ops), unit, ops)
+
+
+def _renew(program: Program, state: State, unit: int, ops: list[Op]) -> State:
+    """The pending update of a unit that is here, for all ranks, and to its home."""
+    due = unit in state.pending or (program.gathers and unit not in state.gathered)
+    state = gather(program, update(program, state, unit, ops), unit, ops)
+    return write_home(program, state, unit, ops) if due else state
 
 
 def _prefetch(program: Program, state: State, keep: frozenset[int], ops: list[Op]) -> State:
@@ -87,7 +92,7 @@ def _prefetch(program: Program, state: State, keep: frozenset[int], ops: list[Op
                 break
             state = bring(program, state, unit, sooner, ops)
         if program.gathers and (position == 0 or unit not in state.pending):
-            state = gather(program, update(program, state, unit, ops), unit, ops)
+            state = _renew(program, state, unit, ops)
     return state
 
 
@@ -95,9 +100,11 @@ def _join(program: Program, state: State, event: Join, ops: list[Op]) -> State:
     """See Note [Ranks]."""
     if event.kind == Kind.REDUCE:
         return reduce(program, state, event.unit, ops)
+    keep = event.held | state.pinned | {event.unit}
+    if event.kind == Kind.FETCH:
+        return bring(program, state, event.unit, keep, ops)
     assert event.kind == Kind.GATHER, f"nobody can join {event.kind}"
-    state = replace(state, gathered=state.gathered - {event.unit})
-    return _make_whole(program, state, event.unit, event.held | state.pinned | {event.unit}, ops)
+    return _make_whole(program, replace(state, gathered=state.gathered - {event.unit}), event.unit, keep, ops)
 
 
 def _step(program: Program, state: State, event: Step, ops: list[Op]) -> State:
@@ -115,6 +122,7 @@ def _settle(program: Program, state: State, event: Settle, ops: list[Op]) -> Sta
     for unit in units:
         keep = state.pinned | event.held | {unit}
         state = update(program, bring(program, state, unit, keep, ops), unit, ops)
+        state = write_home(program, state, unit, ops)
     for unit in every if event.units is None else event.units:
         state = write_home(program, state, unit, ops)
     while state.staged:

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from overspill.program.passing import drop_grad, drop_page, lanes
-from overspill.program.weights import write_home
 from overspill.program.words import Key, Kind, Lane, Op, Program, State
 
 
 def update(program: Program, state: State, unit: int, ops: list[Op]) -> State:
-    """Run a unit's pending update page by page; its weights are here. See Limits.depth for the overlap."""
+    """Run a unit's pending update page by page; its weights are here, and still to be written home. See Limits.depth
+    for the overlap."""
     if unit not in state.pending:
         return state
     pages = program.model.units[unit].pages
@@ -24,10 +24,8 @@ def update(program: Program, state: State, unit: int, ops: list[Op]) -> State:
         if home != "device" and pages[page].state_bytes:
             ops.append(Op(Kind.STATE_STORE, lanes(home)[1], unit, page, pages[page].state_bytes))
     gathered = state.gathered - {unit} if program.gathers else state.gathered
-    state = replace(state, pending=state.pending - {unit}, gathered=gathered)
-    if program.away(unit):
-        state = write_home(program, replace(state, changed=state.changed | {unit}), unit, ops)
-    return state
+    changed = state.changed | {unit} if program.away(unit) else state.changed
+    return replace(state, pending=state.pending - {unit}, gathered=gathered, changed=changed)
 
 
 def _stage(program: Program, state: State, unit: int, page: int, ops: list[Op]) -> State:

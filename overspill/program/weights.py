@@ -56,7 +56,10 @@ def gather(program: Program, state: State, unit: int, ops: list[Op]) -> State:
         return state
     nbytes = program.model.units[unit].weight_bytes
     ops.append(Op(Kind.GATHER, Lane.COMM, unit, nbytes=nbytes, waits=(Key(Kind.FETCH, unit),)))
-    return replace(state, gathered=state.gathered | {unit})
+    # A home that is whole lacks what came from the others.
+    behind = program.away(unit) and not program.model.sharding.split("weight")
+    changed = state.changed | {unit} if behind else state.changed
+    return replace(state, gathered=state.gathered | {unit}, changed=changed)
 
 
 def _window(program: Program, state: State) -> int:
@@ -90,9 +93,6 @@ def _release(program: Program, state: State, unit: int, ops: list[Op]) -> State:
 def write_home(program: Program, state: State, unit: int, ops: list[Op]) -> State:
     if unit not in state.changed:
         return state
-    if not program.model.sharding.split("weight"):
-        # The home is whole, so what goes there must be.
-        state = gather(program, state, unit, ops)
     home, nbytes = program.placements[unit].weight, program.model.units[unit].home_bytes
     waits = (Key(Kind.FETCH, unit), Key(Kind.GATHER, unit))
     ops.append(Op(Kind.STORE, lanes(home)[1], unit, nbytes=nbytes, waits=waits))

@@ -132,7 +132,8 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Other ranks gather this unit's weights, or reduce its gradients: take part in it, with what is there."""
+    """Other ranks gather this unit's weights, or reduce its gradients, or want to see this rank's share of its weights
+    (FETCH): take part in it, with what is there."""
 
     kind: Kind
     unit: int
@@ -179,7 +180,7 @@ class State:
     leaving: tuple[tuple[int, int], ...] = ()
     """(unit, param) of gradients on their way home."""
     gathered: frozenset[int] = frozenset()
-    """Units whose weights are whole on the device, or in a whole home."""
+    """Units whose weights, wherever they are, are whole: those of the others are as new as this rank's own."""
     arrived: dict[int, tuple[tuple[int, bool], ...]] = field(default_factory=dict)
     """Unit -> (param, first) of gradients that wait to be reduced."""
     expected: dict[Phase, tuple[int, ...]] = field(default_factory=dict)

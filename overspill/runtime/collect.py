@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overspill.program import Join, Key, Kind
 from overspill.runtime.executor import Executor
 from overspill.runtime.ranks import Meeting, Point, Ranks
 from overspill.specs import Sharding, Span, UnitSpec
@@ -66,8 +67,11 @@ class Collector:
 
     def _collect(self, kind: Meeting, unit: int, param: int, which: int) -> Tensor:
         spec = self._specs[unit].params[param]
+        if kind == Meeting.MASTER:
+            self._executor.join(Join(Kind.FETCH, unit, self._ranks.held()))
+            self._executor.wait(Key(Kind.FETCH, unit))
         own = self.gives[kind](unit, param, which)
-        if self._sharding.whole:
+        if self._sharding.whole and kind == Meeting.STATE:
             return self._from_owner(unit, param, own)
         whole = torch.zeros(spec.numel, dtype=own.dtype, device=self._executor.lanes.device)
         for begin, end, at in spec.owned.places():
@@ -82,7 +86,7 @@ class Collector:
         return whole
 
     def _from_owner(self, unit: int, param: int, own: Tensor) -> Tensor:
-        """One rank has all of it."""
+        """One rank has all of it; a state need not have as many elements as its parameter."""
         offset = self._specs[unit].params[param].offset
         stripe = next((s for s in self._specs[unit].stripes if s.begin <= offset < s.end), None)
         self._executor.finish_together()

@@ -20,6 +20,8 @@ class Measures:
         self._executor = executor
         self._planned = planned
         self._warned = False
+        self._comm = executor.ranks.comm if executor.ranks is not None else None
+        self._sent = Counter(self._comm.sent) if self._comm is not None else Counter[str]()
         self._then = (Counter(executor.moved), dict(executor.times), time.perf_counter())
         self.steps = 0
         self.last: dict[str, Any] = {"steps": 0, "seconds": 0.0, "moved": {}, "op_seconds": {}}
@@ -40,6 +42,9 @@ class Measures:
             "op_seconds": {str(k): s - self._then[1][k] for k, s in times.items() if s > self._then[1][k]},
         }
         self._then = (moved, times, now)
+        if self._comm is not None:
+            self.last["sent"] = dict(Counter(self._comm.sent) - self._sent)
+            self._sent = Counter(self._comm.sent)
         self._watch()
 
     def _watch(self) -> None:

@@ -71,6 +71,8 @@ class Ranks:
         self.width: Callable[[int], int] = lambda unit: 1
         """Of a unit's gradients here: 0 wide, 1 narrow."""
         self.widen: Callable[[int, int], None] = lambda unit, width: None
+        self.held: Callable[[], frozenset[int]] = frozenset
+        """Units that must not leave the device now."""
         self.phase: Callable[[], str] = lambda: "training"
 
     def points(self, ops: Sequence[Op]) -> tuple[Point, ...]:

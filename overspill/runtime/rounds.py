@@ -47,7 +47,7 @@ class Rounds:
         """How many `no_sync` contexts are open."""
         self._reduced.synced = lambda: not self._held or self._zero >= 2
         self._grads.bytes.current = self._current
-        self._ranks.phase = self._phase
+        self._ranks.phase, self._ranks.held = self._phase, residency.held
         self._ranks.joins |= {
             Meeting.GATHER: self._join,
             Meeting.REDUCE: self._join,
