@@ -207,7 +207,7 @@ class Engine:
         """Give a plain model back: weights on the devices they came from, gradients in `p.grad`."""
         self.check_open()
         if self.rounds is not None:
-            self.rounds.begin_close()
+            self.rounds.meet_to_close(0)
         # Not `settle`: what is given back is never written home again, whoever holds views of it.
         self.executor(Settle(None, self.residency.held()))
         for handle in self._hooks:
@@ -215,6 +215,8 @@ class Engine:
         for index in range(len(self.units)):
             # Nothing ahead: what is expected next may have been given back already.
             self.residency.need((index,), ahead=False)
+            if self.rounds is not None:
+                self.rounds.meet_to_close(1 + index)
             self._give_back(index)
         hooks.flatten(self.model)
         for buffer, device in self.parts.buffers:

@@ -139,13 +139,13 @@ class Rounds:
         self._ranks.meet(Meeting.STEP, self._steps, 1 + _hash(due))
         self._steps += 1
 
-    def begin_close(self) -> None:
-        """From here on all ranks do the same."""
-        self._ranks.meet(Meeting.CLOSE)
+    def meet_to_close(self, turn: int) -> None:
+        """All ranks close, and none gives a unit back that others still gather."""
+        self._ranks.meet(Meeting.CLOSE, item=turn)
 
     def close(self) -> None:
         """No rank leaves before all have what they need from it."""
-        self._ranks.meet(Meeting.CLOSE, item=1)
+        self.meet_to_close(-1)
         self._executor.finish()
         self._ranks.comm.close()
 
