@@ -64,9 +64,7 @@ def _holds(model: nn.Module, weights: str | PathLike[str] | None, comm: Comm) ->
 def _broadcast(value: Tensor, device: torch.device, comm: Comm) -> Tensor:
     """The first rank's, on the value's own device."""
     there = value.to(device).contiguous()
-    comm.broadcast(
-        there.view(-1) if there.is_floating_point() or there.dtype != torch.bool else there.view(torch.uint8)
-    )
+    comm.broadcast(there.view(-1))
     return there.view(value.shape).to(value.device)
 
 

@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 from overspill.errors import ModelError, StateError
 from overspill.program import Begin, Mark, Settle, Step
 from overspill.runtime import hooks
+from overspill.runtime.buffers import SharedBuffers
 from overspill.runtime.door import HANDLE, set_door
 from overspill.runtime.generation import Generation
 from overspill.runtime.handle import GradHandle
@@ -37,7 +38,9 @@ class Engine:
         self.residency = Residency(model, parts)
         self.measures = Measures(parts.executor, parts.device_peak)
         self._watch = ShapeWatch(model)
-        self.rounds = Rounds(self.units, parts, self.residency) if parts.made.ranks is not None else None
+        ranks = parts.made.ranks
+        self.rounds = Rounds(self.units, parts, self.residency) if ranks is not None else None
+        self._buffers = SharedBuffers(model, ranks, parts.executor) if ranks is not None else None
         # Weakly, because a parameter's hooks lie where Python's garbage collector does not look for cycles.
         listeners = hooks.Listeners(weakref.proxy(self), self.residency, self.residency.copies)
         self._hooks = hooks.install(model, parts.layout, listeners)
@@ -67,6 +70,8 @@ class Engine:
         """The root is called: look whether the model is still the same, bring the inputs."""
         self._watch.check(call=True)
         self.residency.copies.forget()
+        if self._buffers is not None:
+            self._buffers.begin()
         self.executor(Begin(self.residency.phase))
         if self.parts.scale is not None:
             args, kwargs = self.parts.scale.enter((args, kwargs))
@@ -207,7 +212,7 @@ class Engine:
         """Give a plain model back: weights on the devices they came from, gradients in `p.grad`."""
         self.check_open()
         if self.rounds is not None:
-            self.rounds.meet_to_close(0)
+            self.rounds.meet_to_close(-1)
         # Not `settle`: what is given back is never written home again, whoever holds views of it.
         self.executor(Settle(None, self.residency.held()))
         for handle in self._hooks:
@@ -216,7 +221,8 @@ class Engine:
             # Nothing ahead: what is expected next may have been given back already.
             self.residency.need((index,), ahead=False)
             if self.rounds is not None:
-                self.rounds.meet_to_close(1 + index)
+                # Until all ranks have the unit whole, none gives its share of it away.
+                self.rounds.meet_to_close(index)
             self._give_back(index)
         hooks.flatten(self.model)
         for buffer, device in self.parts.buffers:

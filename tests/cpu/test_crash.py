@@ -4,8 +4,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 import overspill
@@ -28,11 +30,25 @@ if sys.argv[3] == "raise":
 """
 
 
-def start(nvme: Path, steps: int, end: str = "") -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", TRAIN, str(nvme), str(steps), end]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "training\n"
-    return process
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a process that trains; none outlives its test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(nvme: Path, steps: int, end: str = "") -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", TRAIN, str(nvme), str(steps), end]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "training\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def prepare(nvme: Path) -> torch.nn.Module:
@@ -42,7 +58,7 @@ def prepare(nvme: Path) -> torch.nn.Module:
     return overspill.prepare(model, optimizer, place=place, nvme=nvme, precision="fp32")[0]
 
 
-def test_a_killed_process_is_cleaned_up_after(tmp_path: Path) -> None:
+def test_a_killed_process_is_cleaned_up_after(tmp_path: Path, start: Start) -> None:
     process = start(tmp_path, steps=10**6)
     (left,) = tmp_path.iterdir()
     assert left.stat().st_mode & 0o777 == 0o700
@@ -56,7 +72,7 @@ def test_a_killed_process_is_cleaned_up_after(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_running_process_keeps_its_files(tmp_path: Path) -> None:
+def test_a_running_process_keeps_its_files(tmp_path: Path, start: Start) -> None:
     process = start(tmp_path, steps=10**6)
     (other,) = tmp_path.iterdir()
     overspill.close(prepare(tmp_path))
@@ -67,7 +83,7 @@ def test_a_running_process_keeps_its_files(tmp_path: Path) -> None:
     process.wait()
 
 
-def test_nothing_is_left_after_a_normal_end_an_error_or_an_interrupt(tmp_path: Path) -> None:
+def test_nothing_is_left_after_a_normal_end_an_error_or_an_interrupt(tmp_path: Path, start: Start) -> None:
     assert start(tmp_path, steps=1).wait() == 0
     assert list(tmp_path.iterdir()) == []
     assert start(tmp_path, steps=1, end="raise").wait() == 1
