@@ -165,6 +165,6 @@ def _share(units: Sequence[Unit], held: GradientBytes, unit: int, param: int, wh
     if not isinstance(handle, GradHandle) or handle.generation.span is None:
         raise RankError(
             f"expected the gradient of {units[unit].spec.params[param].name!r} on all ranks, because another one looks "
-            f"at it, found {'none' if handle is None else 'one of your own'} here; do the same to gradients on every rank"
+            f"at it, found {'none' if handle is None else 'your own'} here; do the same to gradients on every rank"
         )
     return held.share(handle.generation)
