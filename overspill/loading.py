@@ -33,12 +33,18 @@ def source_of(
     source: Folder | Values = Values(model) if weights is None else Folder(model, weights)
     holds = comm is None or _holds(model, weights, comm)
     if weights is not None or any(buffer.is_meta for buffer in model.buffers()):
-        materialise_buffers(model, device, source.buffers() if holds else {})
+        materialise_buffers(model, device, source.buffers() if holds else _unset_buffers(model, device))
     if comm is None:
         return source
     for buffer in model.buffers():
         buffer.data = _broadcast(buffer.data, device, comm)
     return SameValues(source, holds, device, comm)
+
+
+def _unset_buffers(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Room for what the first rank will send."""
+    named = model.named_buffers(remove_duplicate=False)
+    return {name: torch.zeros_like(buffer, device=device) for name, buffer in named if buffer.is_meta}
 
 
 def _holds(model: nn.Module, weights: str | PathLike[str] | None, comm: Comm) -> bool:

@@ -105,7 +105,7 @@ class Mixed:
                 loss = loss_of(self.model, next(batches)) / recipe.micro_batches
                 self.scaler.scale(loss).backward()
                 losses.append(loss.detach())
-                self._gather()
+                self.gather()
             self.scaler.unscale_(self.optimizer)
             if recipe.clip is not None:
                 torch.nn.utils.clip_grad_norm_(self.masters.values(), recipe.clip)
@@ -113,13 +113,18 @@ class Mixed:
             self.scaler.update()
             self.scales.append(self.scaler.get_scale())
             self.optimizer.zero_grad()
-            with torch.no_grad():
-                for name, p in self.model.named_parameters():
-                    if name in self.masters:
-                        p.copy_(half_up(self.masters[name], p.dtype))
+            self.write()
         return [loss.item() for loss in losses]
 
-    def _gather(self) -> None:
+    def write(self) -> None:
+        """New masters become weights."""
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                if name in self.masters:
+                    p.copy_(half_up(self.masters[name], p.dtype))
+
+    def gather(self) -> None:
+        """Gradients of weights are added to those of masters, in fp32."""
         for name, p in self.model.named_parameters():
             if p.grad is not None:
                 master = self.masters[name]

@@ -65,7 +65,7 @@ def _need(program: Program, state: State, event: Need, ops: list[Op]) -> State:
         state = _make_whole(program, state, unit, keep, ops)
         state = replace(state, here=(*(u for u in state.here if u != unit), unit) if program.away(unit) else state.here)
         ops.append(Op(Kind.OPEN, Lane.COMPUTE, unit, waits=(Key(Kind.FETCH, unit), Key(Kind.GATHER, unit))))
-    return _prefetch(program, state, keep, ops)
+    return _prefetch(program, state, keep, ops) if event.ahead else state
 
 
 def _make_whole(program: Program, state: State, unit: int, keep: frozenset[int], ops: list[Op]) -> State:

@@ -84,6 +84,8 @@ class Need:
     phase: Phase = "train"
     held: frozenset[int] = frozenset()
     """Units that must not leave now: somebody holds views of them, or a caller further up uses them."""
+    ahead: bool = True
+    """Whether what is expected next may be fetched, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,11 +40,14 @@ class Collector:
         """Whether ranks own different elements."""
         return self._sharding.split("state") and self._sharding.size > 1
 
-    def whole(self, kind: Meeting, place: tuple[int, int], which: int = 0) -> Tensor:
-        """All elements of one parameter's gradient, masters or state, in memory order."""
+    def whole(
+        self, kind: Meeting, place: tuple[int, int], which: int = 0, own: Callable[[], Tensor] | None = None
+    ) -> Tensor:
+        """All elements of one parameter's gradient, masters or state, in memory order. `own`: this rank's share, where
+        it is not what others would be given."""
         unit, param = place
         self._ranks.meet(kind, unit, _packed(param, which))
-        return self._collect(kind, unit, param, which)
+        return self._collect(kind, place, which, own)
 
     def described(self, place: tuple[int, int]) -> Any:
         """What a rank that has a parameter's state says of it (plain data); None where none has it."""
@@ -63,14 +66,17 @@ class Collector:
         if which == DESCRIBED:
             self._describe(point.unit, param)
         else:
-            self._collect(point.kind, point.unit, param, which)
+            self._collect(point.kind, (point.unit, param), which)
 
-    def _collect(self, kind: Meeting, unit: int, param: int, which: int) -> Tensor:
+    def _collect(
+        self, kind: Meeting, place: tuple[int, int], which: int, given: Callable[[], Tensor] | None = None
+    ) -> Tensor:
+        unit, param = place
         spec = self._specs[unit].params[param]
         if kind == Meeting.MASTER:
             self._executor.join(Join(Kind.FETCH, unit, self._ranks.held()))
             self._executor.wait(Key(Kind.FETCH, unit))
-        own = self.gives[kind](unit, param, which)
+        own = given() if given is not None else self.gives[kind](unit, param, which)
         if self._sharding.whole and kind == Meeting.STATE:
             return self._from_owner(unit, param, own)
         whole = torch.zeros(spec.numel, dtype=own.dtype, device=self._executor.lanes.device)

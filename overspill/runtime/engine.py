@@ -211,12 +211,15 @@ class Engine:
     def close(self) -> None:
         """Give a plain model back: weights on the devices they came from, gradients in `p.grad`."""
         self.check_open()
+        if self.rounds is not None:
+            self.rounds.meet_to_close(-1)
         # Not `settle`: what is given back is never written home again, whoever holds views of it.
         self.executor(Settle(None, self.residency.held()))
         for handle in self._hooks:
             handle.remove()
         for index in range(len(self.units)):
-            self.residency.need((index,))
+            # Nothing ahead: what is expected next may have been given back already.
+            self.residency.need((index,), ahead=False)
             if self.rounds is not None:
                 # Until all ranks have the unit whole, none gives its share of it away.
                 self.rounds.meet_to_close(index)

@@ -49,7 +49,8 @@ class GradientBytes:
             return self.share(generation)
         assert self._collector is not None, "what is divided is collected"
         spec = generation.spec
-        flat = self._collector.whole(Meeting.GRADIENT, (generation.unit, generation.param))
+        place = (generation.unit, generation.param)
+        flat = self._collector.whole(Meeting.GRADIENT, place, own=lambda: self.share(generation))
         return flat.as_strided(spec.shape, spec.stride)
 
     def share(self, generation: Generation) -> Tensor:

@@ -27,7 +27,7 @@ from overspill.runtime.reduction import Reduction
 from overspill.runtime.scaling import LossScale
 from overspill.runtime.updates import Update, Updates
 from overspill.runtime.weights import Weights
-from overspill.specs import Budget, ParamSpec, TierName, align, human
+from overspill.specs import Budget, ParamSpec, TierName, UnitSpec, align, human
 from overspill.tiers import DeviceTier, Tier, host_available
 from overspill.trace import Recorder
 from overspill.units.layout import Layout
@@ -134,7 +134,7 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
     # Weights first: what is in host memory already moves into the first slots of the arena.
     shares: Tiers = {"device": DeviceTier(materials.device)} if model.sharding.split("weight") else {}
     places = {**tiers, **shares}
-    homes = [_reserve(places, p.weight, u.home_bytes) for u, p in zip(model.units, placements, strict=True)]
+    homes = [_weight_home(places, p.weight, u) for u, p in zip(model.units, placements, strict=True)]
     grad_homes = [
         [_reserve(tiers, placement.grad, p.grad_bytes if p.trainable else 0) for p in unit.params]
         for unit, placement in zip(model.units, placements, strict=True)
@@ -163,6 +163,13 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
         executor.handle(reduction.handlers())
         ranks.width, ranks.widen = reduction.width, reduction.widen
     return Made(units, executor, grads, masters, update, updates, recorder, ranks, collector)
+
+
+def _weight_home(tiers: Mapping[TierName, Tier], name: TierName, unit: UnitSpec) -> Home | None:
+    """A rank that owns nothing of a unit has a home for it all the same, without bytes."""
+    if unit.weight_bytes and not unit.home_bytes:
+        return tiers["null"], tiers["null"].reserve(0)
+    return _reserve(tiers, name, unit.home_bytes)
 
 
 def _reserve(tiers: Mapping[TierName, Tier], name: TierName, nbytes: int) -> Home | None:

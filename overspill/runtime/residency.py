@@ -82,10 +82,10 @@ class Residency:
         running = self._behind if torch._C._current_graph_task_id() != -1 else ()
         return frozenset(self._visited.union(running, (u for u, depth in enumerate(self._depth) if depth)))
 
-    def need(self, units: tuple[int, ...]) -> None:
+    def need(self, units: tuple[int, ...], ahead: bool = True) -> None:
         self.turns.take()
         self._last = units
-        self._executor(Need(units, self.phase, self.held()))
+        self._executor(Need(units, self.phase, self.held(), ahead))
 
     def forget(self) -> None:
         """A step was taken: the next need is a new one, whatever it asks for, and no call is running any more, not

@@ -9,12 +9,16 @@ own had been zero. A rank that has no backward pass while others do takes part w
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
 
+from overspill.errors import RankError
 from overspill.program import Flush, Join, Kind
 from overspill.runtime.generation import Generation
+from overspill.runtime.gradient_bytes import GradientBytes
 from overspill.runtime.handle import GradHandle
 from overspill.runtime.parts import Parts
 from overspill.runtime.ranks import Meeting, Point
@@ -47,6 +51,8 @@ class Rounds:
         """How many `no_sync` contexts are open."""
         self._reduced.synced = lambda: not self._held or self._zero >= 2
         self._grads.bytes.current = self._current
+        assert parts.made.collector is not None, "only over ranks"
+        parts.made.collector.gives[Meeting.GRADIENT] = partial(_share, units, self._grads.bytes)
         self._ranks.phase, self._ranks.held = self._phase, residency.held
         self._ranks.joins |= {
             Meeting.GATHER: self._join,
@@ -151,3 +157,14 @@ class Rounds:
 
 def _hash(places: Iterable[Place]) -> int:
     return zlib.crc32(repr(sorted(places)).encode())
+
+
+def _share(units: Sequence[Unit], held: GradientBytes, unit: int, param: int, which: int) -> Tensor:
+    """What this rank has of a gradient that another one looks at."""
+    handle = units[unit].params[param].grad
+    if not isinstance(handle, GradHandle) or handle.generation.span is None:
+        raise RankError(
+            f"expected the gradient of {units[unit].spec.params[param].name!r} on all ranks, because another one looks "
+            f"at it, found {'none' if handle is None else 'your own'} here; do the same to gradients on every rank"
+        )
+    return held.share(handle.generation)

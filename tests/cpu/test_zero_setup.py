@@ -1,0 +1,157 @@
+"""Where values come from over ranks: whoever holds them, all ranks begin with those of rank 0."""
+
+import itertools
+import logging
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import overspill
+from overspill.errors import ModelError
+from tests import small
+from tests.ranks import run
+from tests.reference import weights
+from tests.zero import MODELS, Case, batches, digest, prepared
+
+
+class Said(logging.Handler):
+    """Keeps the warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+class Bytes:
+    """Counts what is read of files of weights, byte by byte."""
+
+    def __init__(self) -> None:
+        self.read: Counter[tuple[str, int, int]] = Counter()
+        self._preadv = os.preadv
+
+    def __call__(self, fd: int, buffers: Any, offset: int, *rest: int) -> int:
+        got = self._preadv(fd, buffers, offset, *rest)
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if path.endswith(".safetensors"):
+            self.read[Path(path).name, offset, got] += 1
+        return got
+
+
+def on_meta(build: Callable[[], nn.Module] = small.build) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def held(way: str, folder: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of this rank, and what prepare is told."""
+    rank = dist.get_rank()
+    if way == "equal":
+        return small.build(3), {}
+    if way == "different":
+        return small.build(3 + rank), {}
+    if way == "only on rank 0":
+        return small.build(3) if rank == 0 else on_meta(), {}
+    if way == "in a folder":
+        return on_meta(), {"weights": folder}
+    # Not the small one: it has a buffer without an initialiser.
+    model = on_meta(MODELS["matrices"])
+    torch.manual_seed(9 + rank)
+    return model, {}
+
+
+def begin(stages: list[int], folder: str) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    said, found = Said(), {}
+    logging.getLogger("overspill").addHandler(said)
+    for zero in stages:
+        for way in ("equal", "different", "only on rank 0", "in a folder", "nowhere"):
+            print(way, zero, flush=True)
+            model, more = held(way, folder)
+            for buffer in model.buffers():
+                buffer.fill_(dist.get_rank() + 1)
+            counted = Bytes()
+            os.preadv = counted
+            with tempfile.TemporaryDirectory() as nvme:
+                model, optimizer = prepared(Case(zero, "mixed", precision="fp32"), nvme, model, **more)
+                os.preadv = counted._preadv
+                before = weights(model)
+                loss = small.loss_of(model, next(batches()))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                after = weights(overspill.close(model))
+            found[way, zero] = (before, digest(after), dict(counted.read), list(said.texts))
+            said.texts.clear()
+    dist.destroy_process_group()
+    return found
+
+
+def check(size: int, stages: list[int], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    given = small.build(5)
+    given.shift.fill_(4.0)
+    prepared_alone = overspill.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1), precision="fp32")[0]
+    overspill.export(prepared_alone, tmp_path)
+    results = run(begin, size, stages, str(tmp_path), timeout=250)
+    seeds = {"equal": small.build(3), "different": small.build(3), "only on rank 0": small.build(3)}
+    for (way, zero), (first, last, _, _) in results[0].items():
+        where = f"{way} at stage {zero}"
+        assert all(digest(found[way, zero][0]) == digest(first) for found in results), where
+        assert all(found[way, zero][1] == last for found in results), where
+        told = [len(found[way, zero][3]) for found in results]
+        warned = way in ("different", "nowhere")
+        assert told == [int(warned)] * size, (where, [found[way, zero][3] for found in results])
+        if way in seeds:
+            expected = {**weights(seeds[way]), "shift": torch.ones(1)}
+            assert digest(first) == digest(expected), where
+        if way == "in a folder":
+            assert digest(first) == digest(weights(prepared_alone)), where
+            read = sum((Counter(found[way, zero][2]) for found in results), Counter())
+            assert_read_once(read, tmp_path)
+        if way == "nowhere":
+            assert first["embedding.weight"].std() > 0.5 and first["head.weight"].std() > 0.05, where
+
+
+def assert_read_once(read: Counter[tuple[str, int, int]], folder: Path) -> None:
+    """All ranks together read every byte of every tensor once. Headers apart: they say where the tensors are."""
+    assert set(read.values()) == {1}, read
+    ranges = sorted((name, offset, offset + length) for name, offset, length in read)
+    for (name, _, end), (other, start, _) in itertools.pairwise(ranges):
+        assert name != other or end <= start, "bytes were read twice"
+    model = small.build()
+    stored = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    assert sum(end - start for _, start, end in ranges) == stored
+
+
+def test_all_ranks_begin_with_the_same_values(tmp_path: Path) -> None:
+    check(2, [3], tmp_path)
+
+
+@pytest.mark.full
+def test_three_ranks_begin_with_the_same_values(tmp_path: Path) -> None:
+    check(3, [0, 1, 2, 3], tmp_path)
+
+
+def wrong_way_round() -> str:
+    dist.init_process_group("gloo")
+    model = on_meta() if dist.get_rank() == 0 else small.build()
+    with pytest.raises(ModelError) as error, tempfile.TemporaryDirectory() as nvme:
+        prepared(Case(3, "host"), nvme, model)
+    return str(error.value)
+
+
+@pytest.mark.full
+def test_weights_on_another_rank_only_are_refused() -> None:
+    for text in run(wrong_way_round, 2):
+        assert "found them on ranks [1] only" in text
