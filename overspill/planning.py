@@ -1,16 +1,17 @@
 """From options to a plan: the same on all ranks."""
 
+from __future__ import annotations
+
 import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from overspill.comm import Comm
 from overspill.config import Options, parse_nvme, parse_size
 from overspill.errors import BudgetError, OptionError, OverspillError, TierError
 from overspill.kernels.masters import KEPT
@@ -25,6 +26,9 @@ from overspill.tiers import (
 )
 from overspill.units.layout import Forms, Layout, lay_out
 from overspill.units.states import StateProbe
+
+if TYPE_CHECKING:
+    from overspill.comm import Comm
 
 log = logging.getLogger("overspill")
 

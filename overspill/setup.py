@@ -1,14 +1,15 @@
 """From a plan to an engine; and what is refused before there is one."""
 
+from __future__ import annotations
+
 import logging
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from overspill.comm import Comm, connect
 from overspill.config import Options, parse_nvme
 from overspill.errors import BudgetError, ModelError, OptionError, StateError
 from overspill.kernels.masters import KEPT
@@ -32,6 +33,9 @@ from overspill.tiers import (
 )
 from overspill.units.layout import Layout, refuse_overlaps
 from overspill.units.local import check_kind, is_wrapper, local_of
+
+if TYPE_CHECKING:
+    from overspill.comm import Comm
 
 log = logging.getLogger("overspill")
 
@@ -91,6 +95,9 @@ def data_parallel_ranks(model: nn.Module, chosen: Options, device: torch.device)
             f"{torch.distributed.get_world_size()} ranks, found none; give the DeviceMesh with its data-parallel "
             'dimension, named as in init_device_mesh(..., mesh_dim_names=("shard", "tp"))'
         )
+    # Only where it is used: it costs half as much again as importing all the rest.
+    from overspill.comm import connect
+
     return connect(chosen.mesh, device)
 
 

@@ -1,13 +1,15 @@
 """The parts of one engine, built from a layout and a placement: storage first, then who works on it."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from overspill.comm import Comm
 from overspill.errors import BudgetError
 from overspill.kernels.reference import Rule
 from overspill.program import Program
@@ -33,6 +35,9 @@ from overspill.trace import Recorder
 from overspill.units.layout import Layout
 from overspill.units.unit import Unit
 
+if TYPE_CHECKING:
+    from overspill.comm import Comm
+
 log = logging.getLogger("overspill")
 
 Tiers = dict[TierName, Tier]
@@ -47,7 +52,7 @@ class Materials:
     rule: Rule | None
     """Our own update rule; None: the user's optimizer does every update."""
     source: Source
-    extend: "Extend"
+    extend: Extend
     comm: Comm | None = None
     """The other ranks; None: there are none."""
 
@@ -68,7 +73,7 @@ class Parts:
     tiers: Tiers
     scale: LossScale | None
     """Under fp16."""
-    made: "Made"
+    made: Made
 
     @property
     def units(self) -> tuple[Unit, ...]:

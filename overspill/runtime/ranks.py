@@ -6,13 +6,17 @@ first of what was offered is chosen, all ranks take part in it, whether they ask
 needs all ranks to want it, as a step, is refused when one is elsewhere, with a message that says who is where.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from overspill.comm import Comm
 from overspill.errors import RankError
 from overspill.program import Kind, Op
+
+if TYPE_CHECKING:
+    from overspill.comm import Comm
 
 
 class Meeting(IntEnum):
@@ -57,7 +61,7 @@ class Point(NamedTuple):
     item: int = 0
     """What else must be alike. Of two gradients that are reduced, the wider."""
 
-    def same(self, other: "Point") -> bool:
+    def same(self, other: Point) -> bool:
         return self[:2] == other[:2]
 
 

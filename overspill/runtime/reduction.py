@@ -1,18 +1,23 @@
 """Averages the gradients of a unit over ranks, stripe by stripe, as DistributedDataParallel does: each rank's own is
 divided by the number of ranks, then they are summed. Each rank keeps what it owns of the sums (at stage 0: all)."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from overspill.comm import Comm
 from overspill.program import Key, Kind, Op
 from overspill.runtime.executor import Executor, Handler
 from overspill.runtime.generation import as_flat, full_dtype
 from overspill.runtime.lanes import Work
 from overspill.specs import ParamSpec, Sharding, Stripe, UnitSpec
+
+if TYPE_CHECKING:
+    from overspill.comm import Comm
 
 Arrived = Callable[[int, dict[int, Tensor]], None]
 """(unit, sums by parameter) -> told when a reduction is handed out; the sums are there when it is done."""
