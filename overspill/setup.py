@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,11 @@ def compute_device(model: nn.Module) -> torch.device:
         raise ModelError(f"expected a model on one GPU or in host memory, found one spread over {len(gpus)}; move it")
     if gpus:
         return gpus.pop()
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # torchrun says which of a machine's GPUs is whose; a script that chose one has made it the current one.
+    current, local = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", current or local % torch.cuda.device_count())
 
 
 def data_parallel_ranks(model: nn.Module, chosen: Options, device: torch.device) -> Comm | None:
@@ -98,6 +103,8 @@ def data_parallel_ranks(model: nn.Module, chosen: Options, device: torch.device)
     # Only where it is used: it costs half as much again as importing all the rest.
     from overspill.comm import connect
 
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return connect(chosen.mesh, device)
 
 
