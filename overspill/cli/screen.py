@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -51,7 +52,7 @@ def _news(record: Record) -> str:
     return f"loss {record.loss:.3f}{seen}  {record.tokens_per_second:,.0f} tokens/s" + (f"  {tiers}" if tiers else "")
 
 
-def summary(records: Sequence[Record], plan: Mapping[str, Mapping[str, int]], plainly: int) -> str:
+def summary(records: Sequence[Record], plan: Mapping[str, Mapping[str, Any]], plainly: int) -> str:
     """Loss, speed, and what was planned for every tier beside what was measured."""
     tokens = sum(r.tokens_per_second * r.seconds for r in records)
     seconds = sum(r.seconds for r in records)
@@ -72,7 +73,8 @@ def summary(records: Sequence[Record], plan: Mapping[str, Mapping[str, int]], pl
         verdict = "an arena of fixed size" if tier == FIXED and planned else verdict
         row = "".join(f"{human(n):>12}" for n in (measured, planned, plan["budget"][tier]))
         text.append(f"{tier:<8}{row}  {verdict}")
-    return "\n".join([*text, f"held plainly, weights, gradients and states alone take {human(plainly)} of the device"])
+    where = "of the device" if plan["settings"]["ranks"] == 1 else "of every device, as the ranks divide them"
+    return "\n".join([*text, f"held plainly, weights, gradients and states alone take {human(plainly)} {where}"])
 
 
 def _validation(records: Sequence[Record]) -> list[str]:

@@ -87,7 +87,7 @@ def distances(
     for name, value in plain.items():
         kind = name.split(" (")[1].rstrip(")") if " (" in name else "weights"
         pairs.setdefault(kind, []).append((ours[name], value))
-    pairs["losses"] = [(torch.tensor(losses), torch.tensor(expected))]
+    pairs["losses"] = [(torch.tensor(losses, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64))]
     return {kind: _distance(found) for kind, found in pairs.items()}
 
 

@@ -62,6 +62,7 @@ class Plan:
         ]
         body: dict[str, Any] = {
             "parameters": self.model.parameters,
+            "sharding": dataclasses.asdict(self.model.sharding),
             "dtypes": self.dtypes,
             "budget": budgets,
             "peak": self.peaks,
@@ -92,8 +93,10 @@ class Plan:
         return "\n".join([self._heading(), *text, *self._notes()])
 
     def _heading(self) -> str:
-        count = len(self.model.units)
-        return f"overspill: {self.model.parameters:,} parameters in {count} units ({', '.join(self._dtype_words())})"
+        count, sharding = len(self.model.units), self.model.sharding
+        ranks = f", rank {sharding.rank} of {sharding.size} at ZeRO stage {sharding.zero}" if sharding.shared else ""
+        words = ", ".join(self._dtype_words())
+        return f"overspill: {self.model.parameters:,} parameters in {count} units{ranks} ({words})"
 
     def _dtype_words(self) -> list[str]:
         return [f"{role} {dtype}" for role, dtype in self.dtypes.items()]

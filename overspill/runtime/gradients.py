@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from overspill.errors import ModelError
-from overspill.program import Grad, Kind, Op
-from overspill.runtime.executor import Executor, Handler
-from overspill.runtime.generation import NARROW, Change, Generation, as_bytes, full_dtype
+from overspill.program import Grad
+from overspill.runtime.executor import Executor
+from overspill.runtime.generation import NARROW, Change, Generation, full_dtype
 from overspill.runtime.gradient_bytes import GradientBytes
-from overspill.runtime.lanes import Work
+from overspill.runtime.passing import Passing
 from overspill.runtime.reduced import Reduced
 from overspill.runtime.reduction import Reduction
 from overspill.units.unit import Unit
@@ -40,23 +40,10 @@ class Gradients:
         self._device = executor.lanes.device
         self.reduced = Reduced(self, reduction, executor) if reduction is not None else None
         """Over ranks."""
-        self._arriving: dict[tuple[int, int], Generation] = {}
-        """The gradient that an event speaks of, until it is sent home."""
-        self._leaving: dict[tuple[int, int], Generation] = {}
-        """Gradients that were sent home and are still on the device."""
-        self._coming: dict[tuple[int, int], Callable[[Tensor], object]] = {}
+        self.passing = Passing(bytes, executor.lanes.device)
         self._lent: weakref.WeakSet[Generation] = weakref.WeakSet()
         self.factor: Tensor | None = None
         """What undoes the scale of the gradients that autograd makes now; None where they are not scaled."""
-
-    def handlers(self) -> dict[Kind, Handler]:
-        return {
-            Kind.GRAD_FETCH: self._fetch,
-            Kind.GRAD_ADD: self._add,
-            Kind.GRAD_NORM: self._norm,
-            Kind.GRAD_STORE: self._store,
-            Kind.GRAD_DROP: self._drop,
-        }
 
     # --- what the hooks, the handle and the optimizer call
 
@@ -96,9 +83,9 @@ class Gradients:
 
     def claim(self, generation: Generation) -> None:
         key = (generation.unit, generation.param)
-        if self._leaving.get(key) is not generation:
+        if self.passing.leaving.get(key) is not generation:
             # An older one that is still on the device keeps the bytes it has there, for whoever looks at it.
-            self._leaving.pop(key, None)
+            self.passing.leaving.pop(key, None)
         self.bytes.claim(generation)
         self.bytes.make_room(generation)
 
@@ -107,7 +94,7 @@ class Gradients:
             self.reduced.keep_share(generation)
         self.claim(generation)
         if self.bytes.home(generation.unit, generation.param) is not None:
-            self._arriving[generation.unit, generation.param] = generation
+            self.passing.expect(generation)
             self._executor(Grad(generation.unit, generation.param, first=True))
 
     def add(self, generation: Generation, value: Tensor, alpha: float = 1) -> None:
@@ -135,13 +122,13 @@ class Gradients:
             generation.value, generation.zero = generation.empty(self._device).zero_(), False
             self.claim(generation)
         key, home = (unit, param), self.bytes.home(unit, param)
-        if home is not None and generation.value is not None and self._leaving.get(key) is not generation:
+        if home is not None and generation.value is not None and self.passing.leaving.get(key) is not generation:
             # Its bytes are on the device though it lives elsewhere (it was zero): add, then send it home.
             generation.value = generation.value.to(self._device)
             generation.add(contribution)
             self.send_home(generation)
             return
-        self._arriving[key], self._coming[key] = generation, contribution
+        self.passing.expect(generation, contribution)
         self._executor(Grad(unit, param, first=False))
 
     def _begin(self, generation: Generation, value: Tensor) -> None:
@@ -171,52 +158,3 @@ class Gradients:
         own = cell[0].value
         assert own is not None, f"the lent gradient of {old.spec.name} is not on the device"
         return own
-
-    def expect(self, generation: Generation, contribution: Callable[[Tensor], object] | None) -> None:
-        """The events that follow speak of this gradient, and of what is to be added to it."""
-        key = (generation.unit, generation.param)
-        if contribution is not None or self.bytes.home(*key) is not None:
-            self._arriving[key] = generation
-        if contribution is not None:
-            self._coming[key] = contribution
-
-    # --- ops
-
-    def _fetch(self, op: Op) -> Work:
-        generation = self._arriving[op.unit, op.item]
-        home = self.bytes.home(op.unit, op.item)
-        assert home is not None, "only a gradient that lives elsewhere is fetched"
-        value = generation.empty(self._device)
-        generation.value = value
-        return lambda: home[0].load(home[1], as_bytes(value))
-
-    def _add(self, op: Op) -> Work:
-        key = (op.unit, op.item)
-        generation, contribution = self._arriving[key], self._coming.pop(key)
-        if self.bytes.home(*key) is None:
-            del self._arriving[key]
-
-        def add() -> None:
-            generation.add(contribution)
-            self.bytes.make_room(generation)
-
-        return add
-
-    def _norm(self, op: Op) -> Work:
-        generation = self._arriving[op.unit, op.item]
-
-        def norm() -> None:
-            assert generation.value is not None, "a gradient is normed while it is on the device"
-            generation.raw_norm = generation.norms[2.0] = generation.norm(generation.value)
-
-        return norm
-
-    def _store(self, op: Op) -> Work:
-        generation, home = self._arriving.pop((op.unit, op.item)), self.bytes.home(op.unit, op.item)
-        self._leaving[op.unit, op.item], value = generation, generation.value
-        assert value is not None and home is not None, "only a gradient that is here and lives elsewhere is stored"
-        return lambda: home[0].store(home[1], as_bytes(value))
-
-    def _drop(self, op: Op) -> Work:
-        generation = self._leaving.pop((op.unit, op.item), None)
-        return _nothing if generation is None else lambda: setattr(generation, "value", None)

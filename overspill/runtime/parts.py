@@ -157,7 +157,7 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
         else OwnUpdate(optimizer, units, pages, masters, collector)
     )
     updates = Updates(update, grads, pages, masters)
-    for part in (Weights(units, places, comm), grads, pages, updates):
+    for part in (Weights(units, places, comm), grads.passing, pages, updates):
         executor.handle(part.handlers())
     if reduction is not None and ranks is not None:
         executor.handle(reduction.handlers())

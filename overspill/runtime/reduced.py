@@ -17,6 +17,7 @@ from overspill.runtime.collect import array
 from overspill.runtime.executor import Executor
 from overspill.runtime.generation import Generation, as_flat, full_dtype
 from overspill.runtime.gradient_bytes import GradientBytes
+from overspill.runtime.passing import Passing
 from overspill.runtime.reduction import Reduction
 from overspill.specs import ParamSpec
 
@@ -26,11 +27,11 @@ class Book(Protocol):
 
     bytes: GradientBytes
     factor: Tensor | None
+    passing: Passing
 
     def claim(self, generation: Generation) -> None: ...
     def send_home(self, generation: Generation) -> None: ...
     def contribute(self, generation: Generation, contribution: Callable[[Tensor], object]) -> None: ...
-    def expect(self, generation: Generation, contribution: Callable[[Tensor], object] | None) -> None: ...
 
 
 class Reduced:
@@ -85,9 +86,9 @@ class Reduced:
                 self.unclaimed.setdefault((unit, param), []).append(value)
             elif generation.zero and not generation.todo:
                 self._fill(generation, value)
-                self._book.expect(generation, None)
+                self._book.passing.expect(generation)
             else:
-                self._book.expect(generation, self._contribution(generation, value))
+                self._book.passing.expect(generation, self._contribution(generation, value))
 
     def _fill(self, generation: Generation, value: Tensor) -> None:
         """A gradient without bytes gets what was reduced."""
