@@ -96,7 +96,7 @@ class Ranks:
         offers = [_points(values) for values in self.comm.meet(flat, where)]
         if all(offer == mine for offer in offers):
             return None
-        chosen = min(offer[0] for offer in offers)
+        chosen = min((offer[0] for offer in offers), key=_urgency)
         if chosen.kind > Meeting.OVER:
             raise RankError(self._apart(offers))
         return chosen
@@ -129,6 +129,12 @@ class Ranks:
             f"expected the same on all ranks at {places[0]} ({self.phase()}), found that it is not: gradients, or "
             "arguments, are there on some and not on others; do the same to gradients and states on every rank"
         )
+
+
+def _urgency(point: Point) -> tuple[int, int, int]:
+    """What comes first is least. Backward passes come to the last units first: who is further on waits for the others,
+    and they reduce the unit together."""
+    return point.kind, -point.unit if point.kind == Meeting.REDUCE else point.unit, point.item
 
 
 def _points(values: Sequence[int]) -> tuple[Point, ...]:

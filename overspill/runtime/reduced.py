@@ -1,9 +1,10 @@
 """Gradients over ranks, on their way from a backward pass to where they count.
 
 Note [Reduced gradients]: what a backward pass makes is first averaged over ranks, with the unit's others
-(reduction.py), and then goes the way of any gradient. A parameter that this rank did not use may have got a gradient on
-others: then the unit's reduction brings it here too, *unclaimed*, until the ranks have told each other at the end of
-the backward pass. What passes inside `no_sync` make is held on its own rank (*local*), for the next reduction.
+(reduction.py), and then goes the way of any gradient. A parameter that this rank did not use, or uses later, may have
+got a gradient on others: then the unit's reduction brings it here too, *unclaimed*, until the ranks have told each
+other at the end of the backward pass. What passes inside `no_sync` make is held on its own rank (*local*), and goes
+into the next reduction.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from overspill.program import Grad, Settle
+from overspill.program import Grad, Key, Kind, Settle
 from overspill.runtime.collect import array
 from overspill.runtime.executor import Executor
 from overspill.runtime.generation import Generation, as_flat, full_dtype
@@ -42,7 +43,7 @@ class Reduced:
         self._executor = executor
         self._waiting: dict[tuple[int, int], Generation] = {}
         """Gradients to which a reduction will contribute."""
-        self.unclaimed: dict[tuple[int, int], Tensor] = {}
+        self.unclaimed: dict[tuple[int, int], list[Tensor]] = {}
         self.synced: Callable[[], bool] = lambda: True
         """Whether what backward passes make now is reduced, or held on this rank for a later one."""
         reduction.arrived = self._arrived
@@ -82,7 +83,7 @@ class Reduced:
         for param, value in sums.items():
             generation = self._waiting.pop((unit, param), None)
             if generation is None:
-                self.unclaimed[unit, param] = value
+                self.unclaimed.setdefault((unit, param), []).append(value)
             elif generation.zero and not generation.todo:
                 self._fill(generation, value)
                 self._book.passing.expect(generation)
@@ -110,16 +111,19 @@ class Reduced:
         return add
 
     def adopt(self, unit: int, param: int, of: tuple[ParamSpec, Generation | None]) -> Generation:
-        """Another rank had a gradient for this parameter, this one had not: what came of it is its gradient here, or
-        adds to the one that it has."""
-        (spec, generation), value = of, self.unclaimed.pop((unit, param))
-        if generation is not None and not generation.zero:
-            self._book.contribute(generation, self._contribution(generation, value))
-            return generation
-        made = Generation(unit, param, spec, None, self._book.factor)
-        self._fill(made, value)
-        self._book.send_home(made)
-        return made
+        """Another rank had a gradient for this parameter, and this one had not, or not at that time: what came of it is
+        its gradient here, or adds to the one that it has."""
+        (spec, generation), pieces = of, self.unclaimed.pop((unit, param))
+        self._executor.wait(Key(Kind.REDUCE, unit))
+        for value in pieces:
+            if generation is not None and not generation.zero:
+                self._book.contribute(generation, self._contribution(generation, value))
+                continue
+            generation = Generation(unit, param, spec, None, self._book.factor)
+            self._fill(generation, value)
+            self._book.send_home(generation)
+        assert generation is not None, "there is at least one piece"
+        return generation
 
 
 def _renew(generation: Generation) -> None:

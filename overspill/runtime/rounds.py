@@ -108,7 +108,9 @@ class Rounds:
                 self._reduced.put_held(generation)
         while self._executor.state.arrived:
             self._executor(Flush())
-        if not self._ranks.agree(self._over) and self._arrived:
+        if self._ranks.agree(self._over):
+            self._claim(self._arrived)
+        elif self._arrived:
             self._exchange()
         self._arrived.clear()
         self._reduced.unclaimed.clear()
@@ -121,19 +123,18 @@ class Rounds:
         """Which parameters got a gradient on some rank; those that did not here get what the others brought."""
         mine = sorted(self._arrived)
         found = self._ranks.comm.exchange([list(place) for place in mine])
-        union = {(u, i) for places in found for u, i in places}
         self._arrived.clear()
-        for unit, param in sorted(union - set(mine)):
-            if (unit, param) in self._reduced.unclaimed:
-                self._adopt(unit, param)
-        self._reduced.unclaimed.clear()
+        self._claim({(u, i) for places in found for u, i in places})
 
-    def _adopt(self, unit: int, param: int) -> None:
-        p, held = self._units[unit].params[param], self._generation(unit, param)
-        generation = self._reduced.adopt(unit, param, (self._units[unit].spec.params[param], held))
-        if generation is not held:
-            p.grad = None
-            p.grad = wrapped(p, GradHandle([generation], self._grads, self._executor.lanes.device))
+    def _claim(self, union: set[Place]) -> None:
+        """What others brought, of parameters that got a gradient on some rank."""
+        for unit, param in sorted(union & self._reduced.unclaimed.keys()):
+            p, held = self._units[unit].params[param], self._generation(unit, param)
+            generation = self._reduced.adopt(unit, param, (self._units[unit].spec.params[param], held))
+            if generation is not held:
+                p.grad = None
+                p.grad = wrapped(p, GradHandle([generation], self._grads, self._executor.lanes.device))
+        self._reduced.unclaimed.clear()
 
     def meet_to_step(self) -> None:
         """All ranks are about to step: what one has no gradient for may have come from another."""

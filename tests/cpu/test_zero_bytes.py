@@ -116,12 +116,7 @@ def check(size: int, stages: list[int], precision: str) -> list[dict[int, dict[s
     return results
 
 
-def test_two_ranks_keep_and_send_what_the_paper_says() -> None:
-    check(2, list(STAGES), "fp32")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("size", [1, 3, 4, 8])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 3, 4, 8))])
 def test_ranks_keep_and_send_what_the_paper_says(size: int) -> None:
     check(size, list(STAGES), "fp32" if size < 4 else "bf16")
 
