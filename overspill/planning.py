@@ -64,8 +64,11 @@ class Ground:
 
     def sharding(self, zero: int, optimizer: torch.optim.Optimizer) -> Sharding:
         whole = type(optimizer) not in ELEMENTWISE
+        if self.comm is None and self.world == 1:
+            # One process without a process group has nobody to divide anything with.
+            return Sharding(whole=whole)
         if self.comm is None:
-            return Sharding(zero, 0, self.world, self.world > 1, whole)
+            return Sharding(zero, 0, self.world, True, whole)
         return Sharding(zero, self.comm.rank, self.comm.size, True, whole)
 
     @property
