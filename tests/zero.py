@@ -62,20 +62,16 @@ class Found(NamedTuple):
 # ---- models
 
 
-class Recomputed(nn.Module):
-    """The small model, its blocks computed again in the backward pass."""
+class Again(nn.Module):
+    """A block that is computed again in the backward pass."""
 
-    def __init__(self, model: small.Small, reentrant: bool) -> None:
+    def __init__(self, block: nn.Module, reentrant: bool) -> None:
         super().__init__()
-        self.inner = model
+        self.block = block
         self._reentrant = reentrant
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        inner = self.inner
-        x = inner.embedding(tokens) + inner.shift
-        for block in inner.blocks:
-            x = checkpoint(block, x, use_reentrant=self._reentrant)
-        return inner.head(inner.last(x))
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=self._reentrant)
 
 
 class Matrices(nn.Module):
@@ -140,9 +136,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def build(case: Case) -> nn.Module:
     model = MODELS[case.model]()
-    if case.precision != "fp32" and case.model != "matrices":
+    if case.precision != "fp32" and hasattr(model, "shift"):
         model.shift = model.shift.to(NARROW[case.precision])  # the plain loop has nobody who casts between dtypes
-    return model if case.way not in ("recompute", "reentrant") else Recomputed(model, case.way == "reentrant")
+    if case.way in ("recompute", "reentrant"):
+        model.blocks = nn.ModuleList(Again(block, case.way == "reentrant") for block in model.blocks)
+    return model
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

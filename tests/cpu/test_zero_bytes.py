@@ -111,7 +111,8 @@ def check(size: int, stages: list[int], precision: str) -> list[dict[int, dict[s
         # At stage 3 units that stay on the device between forward and backward pass are not gathered again.
         stays = there["window"] // narrow + unit if zero == 3 else 0
         assert expected - stays * (size - 1) / size <= sent <= expected * PADDED, (zero, rank, there)
-        assert kept <= there["host"] <= kept * PADDED, (zero, rank, there)
+        # The padding at the end is the last rank's share: it keeps less.
+        assert kept / PADDED <= there["host"] <= kept * PADDED, (zero, rank, there)
         assert there["host"] <= sum(there["planned"].values()), (zero, rank, there)
     return results
 
