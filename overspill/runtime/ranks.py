@@ -8,6 +8,7 @@ needs all ranks to want it, as a step, is refused when one is elsewhere, with a 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -50,6 +51,8 @@ WORDS = {
     Meeting.LOAD: "a load",
     Meeting.CLOSE: "overspill.close()",
 }
+MOST = 6
+"""Points that are offered at a time."""
 OF_OPS = {Kind.GATHER: Meeting.GATHER, Kind.REDUCE: Meeting.REDUCE}
 
 
@@ -92,6 +95,10 @@ class Ranks:
     def choose(self, mine: tuple[Point, ...]) -> Point | None:
         """None if all ranks offer the same; else what is done first. See Note [Offers]."""
         where = f"{self._words(mine[0])} in {self.phase()}"
+        if len(mine) > MOST:
+            # What comes later counts too, but not in full.
+            rest = zlib.crc32(repr(mine[MOST:]).encode())
+            mine = (*mine[:MOST], Point(mine[MOST].kind, rest, len(mine)))
         flat = [x for point in mine for x in point]
         offers = [_points(values) for values in self.comm.meet(flat, where)]
         if all(offer == mine for offer in offers):
