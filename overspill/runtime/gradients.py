@@ -91,11 +91,15 @@ class Gradients:
             self.passing.expect(generation)
             self._executor(Grad(generation.unit, generation.param, first=True))
 
+    def reduces(self) -> bool:
+        """Whether what is added now comes from a backward pass and is to be averaged over ranks first."""
+        return self.reduced is not None and self.reduced.synced() and torch._C._current_graph_task_id() != -1
+
     def add(self, generation: Generation, value: Tensor, alpha: float = 1) -> None:
         """Another micro-batch contributes, or the user adds something."""
         unit, spec = generation.unit, generation.spec
         in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and self.reduced is not None and self.reduced.synced():
+        if self.reduced is not None and self.reduces():
             self.reduced.put(generation, self._laid_out(unit, generation.param, value), self.factor)
             return
         if in_backward and self.reduced is not None and not generation.local:

@@ -89,7 +89,8 @@ class GradHandle(torch.Tensor):
             if packet in LATER:
                 _write_down(first, lambda g, *rest: func(g, *rest, **kwargs), args[1:])
                 return first
-            if packet in (aten.add_, aten.zero_, aten.copy_, aten.fill_) and not first.generation.lent:
+            rewritten = packet in (aten.add_, aten.zero_, aten.copy_, aten.fill_)
+            if rewritten and (not first.generation.lent or (packet is aten.add_ and first._book.reduces())):
                 return _rewrite(packet, first, args, kwargs)
         return _at_once(func, args, kwargs)
 

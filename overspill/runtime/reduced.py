@@ -60,7 +60,7 @@ class Reduced:
     def put_held(self, generation: Generation) -> None:
         """What was held on this rank is reduced at the end of a backward pass that brought nothing to add to it."""
         value = self._book.bytes.share(generation)
-        _renew(generation)
+        self._renew(generation)
         self.put(generation, value, None)
 
     def put(self, generation: Generation, value: Tensor, factor: Tensor | None) -> None:
@@ -70,7 +70,7 @@ class Reduced:
             value, factor = value * factor, None
         if generation.local:
             value, factor = self._book.bytes.share(generation) + wide(value, spec, factor), None
-            _renew(generation)
+            self._renew(generation)
         elif generation.zero and not generation.todo:
             generation.factor = factor
         else:
@@ -78,6 +78,15 @@ class Reduced:
         self._reduction.put(unit, param, value, factor)
         self._waiting[unit, param] = generation
         self._executor(Grad(unit, param, first=generation.zero and not generation.todo, reduced=True))
+
+    def _renew(self, generation: Generation) -> None:
+        """All that it had is part of what will be reduced."""
+        self._book.passing.leaving.pop((generation.unit, generation.param), None)
+        generation.value, generation.zero, generation.local = None, True, False
+        generation.dtype, generation.factor = full_dtype(generation.spec), None
+        generation.todo.clear()
+        generation.norms.clear()
+        generation.raw_norm = None
 
     def _make_ready(self, generation: Generation) -> None:
         """What is reduced will be added to this gradient, which has a value."""
@@ -89,7 +98,7 @@ class Reduced:
             return
         # It is whole (somebody looked at it through a view, or put it there), or zero with changes that wait for it.
         whole = self._book.bytes.share(generation).clone()
-        _renew(generation)
+        self._renew(generation)
         self._book.take_back(generation)
         generation.value, generation.zero, generation.dtype = whole, False, whole.dtype
         if self._reduction.shares:
@@ -143,12 +152,3 @@ class Reduced:
             self._book.send_home(generation)
         assert generation is not None, "there is at least one piece"
         return generation
-
-
-def _renew(generation: Generation) -> None:
-    """All that it had is part of what will be reduced."""
-    generation.value, generation.zero, generation.local = None, True, False
-    generation.dtype, generation.factor = full_dtype(generation.spec), None
-    generation.todo.clear()
-    generation.norms.clear()
-    generation.raw_norm = None
