@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from overspill import saving
-from overspill.comm import join
 from overspill.config import NvmeOption, Size, options
 from overspill.errors import OptionError, OverspillError, StateError
 from overspill.plan.plan import Plan
@@ -151,17 +149,23 @@ def close(model: Model) -> Model:
 def save(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
     """Write a checkpoint: weights in master precision, buffers, optimizer states, groups, and `extra` (nested lists,
     dicts, numbers, texts and tensors). It is complete or not there; one that exists at `path` is replaced."""
-    saving.save(path, _engine(model), _optimizer(model, optimizer), extra)
+    from overspill.saving import save as save_all
+
+    save_all(path, _engine(model), _optimizer(model, optimizer), extra)
 
 
 def load(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """Read what `save` wrote, into any placement and precision; returns its `extra`."""
-    return saving.load(path, _engine(model), _optimizer(model, optimizer))
+    from overspill.saving import load as load_all
+
+    return load_all(path, _engine(model), _optimizer(model, optimizer))
 
 
 def export(model: nn.Module, path: str | PathLike[str]) -> None:
     """Write plain safetensors in the layout of Hugging Face, each parameter in the dtype that it came with."""
-    saving.export(path, _engine(model))
+    from overspill.saving import export as export_all
+
+    export_all(path, _engine(model))
 
 
 @contextmanager
@@ -181,6 +185,8 @@ def trace(model: nn.Module, path: str | PathLike[str]) -> Iterator[None]:
 
 def join_ranks() -> tuple[int, int]:
     """The rank of this process, and how many there are. For the command line, whose ranks agree before `prepare`."""
+    from overspill.comm import join
+
     joined = join(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
 

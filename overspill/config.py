@@ -64,6 +64,11 @@ class Options:
             parse_size(name, getattr(self, name), there=2**60)
         parse_nvme(self.nvme)
         _check_place(self.place)
+        if self.mesh is not None and not hasattr(self.mesh, "get_group"):
+            raise OptionError(
+                f"expected mesh= as a torch DeviceMesh, found {self.mesh!r}; make one with "
+                "torch.distributed.device_mesh.init_device_mesh"
+            )
         if self.weights is not None and not isinstance(self.weights, str | PathLike):
             raise OptionError(f"expected weights= as a folder of safetensors, found {self.weights!r}")
 

@@ -1,16 +1,17 @@
 """Where the values of a model come from when it does not hold them itself: a weights folder, or its initialisers."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from overspill.checkpoint.naming import Recipe, recipes
 from overspill.checkpoint.tensorfile import Entry, Reader, entries_of
-from overspill.comm import Comm
 from overspill.errors import ModelError
 from overspill.kernels.masters import fingerprint
 from overspill.runtime.adopt import PIECE, OwnValues, Source
@@ -18,6 +19,9 @@ from overspill.runtime.building import builder_of, read_built
 from overspill.runtime.generation import as_flat
 from overspill.specs import ParamSpec
 from overspill.units.initial import Initialiser, materialise_buffers
+
+if TYPE_CHECKING:
+    from overspill.comm import Comm
 
 log = logging.getLogger("overspill")
 

@@ -1,23 +1,25 @@
 """From options to a plan: the same on all ranks."""
 
+from __future__ import annotations
+
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from overspill.comm import Comm
 from overspill.config import Options, parse_nvme, parse_size
 from overspill.errors import BudgetError, OptionError, OverspillError, TierError
 from overspill.kernels.masters import KEPT
 from overspill.kernels.reference import Rule, rule_of
 from overspill.plan.plan import Plan
 from overspill.plan.solver import Request, finish, page_sizes, solve
-from overspill.specs import ROLES, Budget, Limits, Placement, Sharding, StateFormat, human
+from overspill.specs import ROLES, Budget, Limits, ModelSpec, Placement, Sharding, StateFormat, human
 from overspill.tiers import (
     device_available,
     disk_free,
@@ -25,6 +27,9 @@ from overspill.tiers import (
 )
 from overspill.units.layout import Forms, Layout, lay_out
 from overspill.units.states import StateProbe
+
+if TYPE_CHECKING:
+    from overspill.comm import Comm
 
 log = logging.getLogger("overspill")
 
@@ -60,14 +65,20 @@ class Ground:
 
     def sharding(self, zero: int, optimizer: torch.optim.Optimizer) -> Sharding:
         whole = type(optimizer) not in ELEMENTWISE
+        if self.comm is None and self.world == 1:
+            # One process without a process group has nobody to divide anything with.
+            return Sharding(whole=whole)
         if self.comm is None:
-            return Sharding(zero, 0, self.world, self.world > 1, whole)
+            return Sharding(zero, 0, self.world, True, whole)
         return Sharding(zero, self.comm.rank, self.comm.size, True, whole)
 
     @property
     def locals(self) -> int:
         """Ranks that share this machine's host memory and disks."""
-        return self.comm.locals if self.comm is not None else self.world
+        found = self.comm.locals if self.comm is not None else self.world
+        # Beside tensor parallelism more ranks are here than train the same parameters.
+        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return max(found, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if joined and self.machine is None else found
 
 
 def _forms(optimizer: torch.optim.Optimizer, chosen: Options, sharding: Sharding) -> Forms:
@@ -149,7 +160,7 @@ def _agreed(
             limits = Limits(**heard[0]["plan"]["limits"])
             forms = _forms(optimizer, chosen, ground.sharding(zero, optimizer))
             laid_out = lay_out(model, forms, page)
-            request = Request(laid_out.spec, budget, _dtypes(forms, chosen), page, chosen.micro_batches)
+            request = _request(laid_out, chosen, (ground, budget, page), forms)
             found = laid_out, finish(request, tuple(place), limits)
     if found is None:
         assert refused is not None, "there is a plan or a refusal"
@@ -171,33 +182,45 @@ def _plan_at(
     model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Options, where: tuple[Ground, Budget, int]
 ) -> tuple[Layout, Plan]:
     ground, budget, zero = where
-    device = ground.device
     forms = _forms(optimizer, chosen, ground.sharding(zero, optimizer))
     if isinstance(chosen.place, Plan):
         laid_out = lay_out(model, forms, chosen.place.page_bytes)
-        if chosen.place.model != laid_out.spec:
+        given, request = chosen.place, _request(laid_out, chosen, (ground, budget, chosen.place.page_bytes), forms)
+        if given.model != laid_out.spec and ground.comm is not None and _alike(given.model, laid_out.spec):
+            # That of another rank, which owns other elements.
+            given = finish(request, given.placements, given.limits)
+        if given.model != laid_out.spec:
             raise OptionError(
                 "expected place= to be a plan of this model and optimizer with the same precision, micro_batches and "
                 "kernels, found another; plan anew with these keywords"
             )
-        return laid_out, _within(chosen.place, budget, chosen)
+        return laid_out, _within(given, budget, chosen)
     if chosen.place and "nvme" in chosen.place.values() and not chosen.nvme:
         raise OptionError('expected nvme= with place= on nvme, found none; give a path on a fast disk: nvme="/scratch"')
-    dtypes = _dtypes(forms, chosen)
     refused: BudgetError | None = None
     for page in page_sizes(budget.device):
         laid_out = lay_out(model, forms, page)
         try:
-            request = Request(
-                laid_out.spec, budget, dtypes, page, chosen.micro_batches, chosen.place, device.type == "cpu"
-            )
-            return laid_out, solve(request)
+            return laid_out, solve(_request(laid_out, chosen, (ground, budget, page), forms))
         except BudgetError as error:
             refused = error
         if sum(len(unit.pages) for unit in laid_out.spec.units) > MOST_PAGES:
             break
     assert refused is not None, "there is at least one page size"
     raise refused
+
+
+def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int], forms: Forms) -> Request:
+    ground, budget, page = where
+    dtypes, place = _dtypes(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
+    return Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, place, ground.device.type == "cpu")
+
+
+def _alike(one: ModelSpec, other: ModelSpec) -> bool:
+    """Whether two specs are those of two ranks of one model."""
+    shardings = [dataclasses.replace(spec.sharding, rank=0) for spec in (one, other)]
+    params = [[(p.name, p.shape, p.dtype, p.offset) for u in s.units for p in u.params] for s in (one, other)]
+    return shardings[0] == shardings[1] and params[0] == params[1] and one.format == other.format
 
 
 def _within(made: Plan, budget: Budget, chosen: Options) -> Plan:

@@ -1,14 +1,16 @@
 """From a plan to an engine; and what is refused before there is one."""
 
+from __future__ import annotations
+
 import logging
+import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from overspill.comm import Comm, connect
 from overspill.config import Options, parse_nvme
 from overspill.errors import BudgetError, ModelError, OptionError, StateError
 from overspill.kernels.masters import KEPT
@@ -32,6 +34,9 @@ from overspill.tiers import (
 )
 from overspill.units.layout import Layout, refuse_overlaps
 from overspill.units.local import check_kind, is_wrapper, local_of
+
+if TYPE_CHECKING:
+    from overspill.comm import Comm
 
 log = logging.getLogger("overspill")
 
@@ -70,7 +75,11 @@ def compute_device(model: nn.Module) -> torch.device:
         raise ModelError(f"expected a model on one GPU or in host memory, found one spread over {len(gpus)}; move it")
     if gpus:
         return gpus.pop()
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # torchrun says which of a machine's GPUs is whose; a script that chose one has made it the current one.
+    current, local = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", current or local % torch.cuda.device_count())
 
 
 def data_parallel_ranks(model: nn.Module, chosen: Options, device: torch.device) -> Comm | None:
@@ -91,6 +100,11 @@ def data_parallel_ranks(model: nn.Module, chosen: Options, device: torch.device)
             f"{torch.distributed.get_world_size()} ranks, found none; give the DeviceMesh with its data-parallel "
             'dimension, named as in init_device_mesh(..., mesh_dim_names=("shard", "tp"))'
         )
+    # Only where it is used: it costs half as much again as importing all the rest.
+    from overspill.comm import connect
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return connect(chosen.mesh, device)
 
 

@@ -25,6 +25,8 @@ KiB, MiB, GiB = 2**10, 2**20, 2**30
 
 CUT = 4096
 """A parameter is cut at multiples of this many elements, so that its gradient can be read from disk in pieces."""
+BLOCK = 4096
+"""Of a disk."""
 STRIPE = 64 * MiB
 """Bytes of a unit's flat buffer that one collective works on, however large the unit is."""
 
@@ -231,7 +233,15 @@ class UnitSpec:
 
     @property
     def home_bytes(self) -> int:
-        return sum(end - begin for begin, end in self.home)
+        return max((at + end - begin for begin, end, at in self.home_pieces()), default=0)
+
+    def home_pieces(self) -> Iterator[tuple[int, int, int]]:
+        """(first byte, last + 1, where they are in the home) of what the home holds. On a disk every piece begins at a
+        block of its own."""
+        at = 0
+        for begin, end in self.home:
+            yield begin, end, at
+            at += align(end - begin, BLOCK)
 
     @property
     def grad_bytes(self) -> int:

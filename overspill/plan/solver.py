@@ -15,7 +15,7 @@ import torch
 from overspill.errors import BudgetError
 from overspill.plan.plan import Line, Plan
 from overspill.plan.simulate import Simulated, simulate
-from overspill.program import Program
+from overspill.program import WAITING, Program
 from overspill.specs import (
     KERNEL_PIECE,
     ROLES,
@@ -185,13 +185,14 @@ def _device_lines(request: Request, placements: tuple[Placement, ...], limits: L
 
 
 def _collectives(model: ModelSpec) -> int:
-    """Gradients of the unit that is being reduced and of the next one, which wait for their others, and what the
-    reduction of a stripe takes: the stripe, what the other ranks send, and fp32 sums."""
+    """Gradients of the unit that is being reduced and of those that wait for their others, and what the reduction of a
+    stripe takes: the stripe, what the other ranks send, and fp32 sums."""
     if not model.sharding.shared:
         return 0
-    waiting = [sum(p.nbytes for p in u.params if p.trainable) for u in model.units]
-    stripes = (stripe.end - stripe.begin for u in model.units for stripe in u.stripes)
-    return 2 * max(waiting, default=0) + COPIES * max(stripes, default=0)
+    waiting = [sum(max(p.nbytes, p.grad_item * p.numel) for p in u.params if p.trainable) for u in model.units]
+    wider = 2 if model.format.master is not None else 1
+    stripes = (wider * (stripe.end - stripe.begin) for u in model.units for stripe in u.stripes)
+    return (1 + WAITING) * max(waiting, default=0) + COPIES * max(stripes, default=0)
 
 
 def _workspace(model: ModelSpec) -> int:
@@ -235,6 +236,8 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
         lines += [Line(tier, role, _on(model, placements, role, tier)) for role in ROLES]
     lines.append(Line("host", "nvme staging", 2 * staging))
     lines.append(Line("nvme", "file system", _file_system(lines)))
+    if owned + _largest(model) > budget.device:
+        raise BudgetError(_too_small(request, owned + _largest(model), placements))
     moved = _simulated(request, placements, limits).moved
     plan = Plan(
         model=model,

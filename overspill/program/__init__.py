@@ -23,6 +23,7 @@ words.py: kinds, lanes, ops, events, state. weights.py: what is needed, fetched,
 and steps. gradients.py: their way home. May import: layer 0 only.
 """
 
+from overspill.program.gradients import WAITING
 from overspill.program.react import react, start
 from overspill.program.words import (
     Begin,
@@ -43,6 +44,7 @@ from overspill.program.words import (
 )
 
 __all__ = [
+    "WAITING",
     "Begin",
     "Event",
     "Flush",

@@ -5,6 +5,9 @@ from dataclasses import replace
 from overspill.program.passing import drop_grad, drop_page, lanes
 from overspill.program.words import Grad, Key, Kind, Lane, Op, Program, State
 
+WAITING = 2
+"""Units whose gradients may wait for their others."""
+
 
 def grad(program: Program, state: State, event: Grad, ops: list[Op]) -> State:
     """A contribution arrived: it goes its way, or waits for the others of its unit to be reduced with them."""
@@ -16,7 +19,11 @@ def grad(program: Program, state: State, event: Grad, ops: list[Op]) -> State:
     arrived = before if again else (*before, (event.param, event.first))
     state = replace(state, arrived={**state.arrived, unit: arrived})
     waited = {i for i, p in enumerate(program.model.units[unit].params) if p.trainable}
-    return reduce(program, state, unit, ops) if waited <= {param for param, _ in arrived} else state
+    if waited <= {param for param, _ in arrived}:
+        return reduce(program, state, unit, ops)
+    # What waits for parameters that are not used would pile up: the oldest goes, and what still comes goes later.
+    oldest = next(u for u in state.arrived if u != unit) if len(state.arrived) > WAITING else None
+    return state if oldest is None else reduce(program, state, oldest, ops)
 
 
 def reduce(program: Program, state: State, unit: int, ops: list[Op]) -> State:

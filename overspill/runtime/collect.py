@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overspill.program import Join, Key, Kind
+from overspill.program import Join, Key, Kind, Settle
 from overspill.runtime.executor import Executor
 from overspill.runtime.ranks import Meeting, Point, Ranks
 from overspill.specs import Sharding, Span, UnitSpec
@@ -73,6 +73,9 @@ class Collector:
     ) -> Tensor:
         unit, param = place
         spec = self._specs[unit].params[param]
+        if kind in (Meeting.MASTER, Meeting.STATE) and unit in self._executor.state.pending:
+            # One that asks has settled; one that is asked may have had no use for the unit since the last step.
+            self._executor.join(Settle((unit,), self._ranks.held()))
         if kind == Meeting.MASTER:
             self._executor.join(Join(Kind.FETCH, unit, self._ranks.held()))
             self._executor.wait(Key(Kind.FETCH, unit))

@@ -25,8 +25,8 @@ Parts = Mapping[Place, Sequence[tuple[int, PartSpec]]]
 
 
 class Edits:
-    """Watches the weights that have masters, each rank those that it updates. `stale`: (unit, page, parameter) of what
-    is kept and out of date."""
+    """Watches the weights that have masters, each rank those that it updates. `stale`: (unit, parameter, first element)
+    of what is kept and out of date."""
 
     def __init__(self, units: Sequence[Unit], parts: Parts) -> None:
         self._units = units
@@ -79,7 +79,7 @@ class Edits:
             del self._prints[place]
 
     def _mark(self, place: Place) -> None:
-        self.stale.update((place[0], page, place[1]) for page, _ in self._parts[place])
+        self.stale.update((*place, part.begin) for _, part in self._parts[place])
 
     def updated(self, unit: int, part: PartSpec) -> None:
         """After a part is updated: whoever still has a way to the weights is watched from their new values on."""
@@ -90,5 +90,5 @@ class Edits:
     def replaced(self, place: Place) -> None:
         """Weights and what is kept were written together: they are one again."""
         self.due([place])
-        self.stale -= {(place[0], page, place[1]) for page, _ in self._parts[place]}
+        self.stale -= {(*place, part.begin) for _, part in self._parts[place]}
         self._prints.pop(place, None)

@@ -98,6 +98,12 @@ class Engine:
                 f"yours, or a graph, as the gradient of {self.units[unit].spec.params[param].name!r}: what autograd "
                 "added to it is scaled; use precision='bf16' for that"
             )
+        if self.rounds is not None and (owned or gradient.requires_grad):
+            raise StateError(
+                "expected backward passes that leave p.grad to overspill over ranks, found a tensor of yours, or a "
+                f"graph, as the gradient of {self.units[unit].spec.params[param].name!r}: it would not be averaged; "
+                "use zero_grad(), and torch.autograd.grad for gradients of your own"
+            )
         if owned or gradient.requires_grad:
             return
         grads = self.parts.made.grads
@@ -139,6 +145,8 @@ class Engine:
         if seen:
             # Whoever holds views of weights, or has them all open, would see them before their update.
             self._settle(seen)
+            for unit in seen if self.rounds is not None else ():
+                self.residency.need((unit,), ahead=False)
         self.measures.tick()
 
     def _finite(self, jobs: dict[int, list[Job]]) -> bool:

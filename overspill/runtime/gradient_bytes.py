@@ -73,7 +73,7 @@ class GradientBytes:
         asked = [g for g in generations if g.span is not None]
         if self._collector is not None and not all(self._known(g, order) for g in asked):
             current = [g for g in self.current() if g.span is not None]
-            every = current if all(any(g is c for c in current) for g in asked) else asked
+            every = current if {*map(id, asked)} <= {*map(id, current)} else asked
             shares = [self._norm(g, order) for g in every]
             for g, share, norm in zip(every, shares, self._collector.norms(shares, order), strict=True):
                 g.whole_norms[order] = (norm, share)

@@ -5,14 +5,13 @@ for one gets the bytes themselves: the gradient moves to the device and stays th
 Changes reach it at once, and `step()` takes a copy.
 """
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from overspill.errors import ModelError
+from overspill.errors import ModelError, StateError
 from overspill.program import Grad
 from overspill.runtime.executor import Executor
 from overspill.runtime.generation import NARROW, Change, Generation, full_dtype
@@ -21,11 +20,6 @@ from overspill.runtime.passing import Passing
 from overspill.runtime.reduced import Reduced
 from overspill.runtime.reduction import Reduction
 from overspill.units.unit import Unit
-
-log = logging.getLogger("overspill")
-
-
-def _nothing() -> None: ...
 
 
 class Gradients:
@@ -51,7 +45,7 @@ class Gradients:
         """Autograd made the first gradient of a parameter."""
         if self.reduced is not None and self.reduced.synced():
             generation = Generation(unit, param, self._units[unit].spec.params[param], None, self.factor)
-            self.reduced.put(generation, self._laid_out(unit, param, value))
+            self.reduced.put(generation, self._laid_out(unit, param, value), self.factor)
             return generation
         generation = self.take(unit, param, value, self.factor)
         generation.local = self.reduced is not None
@@ -102,8 +96,10 @@ class Gradients:
         unit, spec = generation.unit, generation.spec
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and self.reduced is not None and self.reduced.synced():
-            self.reduced.put(generation, self._laid_out(unit, generation.param, value))
+            self.reduced.put(generation, self._laid_out(unit, generation.param, value), self.factor)
             return
+        if in_backward and self.reduced is not None and not generation.local:
+            self._hold(generation)
         if generation.zero and not generation.todo and in_backward and spec.dtype in NARROW:
             # Nothing was there: a narrow contribution stays narrow.
             self._begin(generation, value)
@@ -115,6 +111,20 @@ class Gradients:
             generation.change(Change.of(lambda total, x: total.add_(x, alpha=alpha), (value,), spec))
             return
         self.contribute(generation, lambda total: total.add_(value, alpha=alpha))
+
+    def _hold(self, generation: Generation) -> None:
+        """A pass inside `no_sync`: what it makes stays on this rank for now."""
+        if not generation.zero or generation.todo:
+            raise StateError(
+                "expected the backward passes inside no_sync() to come first, found one after a pass outside of it: "
+                f"the gradient of {generation.spec.name!r} is averaged already; call step() and zero_grad() in between"
+            )
+        generation.local = True
+
+    def take_back(self, generation: Generation) -> None:
+        """Views of it show it no longer."""
+        generation.lent = False
+        self._lent.discard(generation)
 
     def contribute(self, generation: Generation, contribution: Callable[[Tensor], object]) -> None:
         unit, param = generation.unit, generation.param

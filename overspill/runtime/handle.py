@@ -124,7 +124,8 @@ def _rewrite(packet: Any, handle: GradHandle, args: tuple[Any, ...], kwargs: dic
     elif packet is aten.zero_:
         handle._cell[0] = Generation(old.unit, old.param, old.spec, None)
     else:
-        value = getattr(old.empty(handle.device, handle.dtype), packet.__name__)(*tree_map(_bytes, args[1:]), **kwargs)
+        whole = torch.empty_strided(old.spec.shape, old.spec.stride, dtype=handle.dtype, device=handle.device)
+        value = getattr(whole, packet.__name__)(*tree_map(_bytes, args[1:]), **kwargs)
         handle._cell[0] = book.take(old.unit, old.param, value)
     return handle
 

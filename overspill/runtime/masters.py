@@ -52,8 +52,8 @@ class Masters:
             return
         if part is self._parts[place][0][1]:
             self.edits.look_at_bytes(place)
-        if (unit, page, part.param) in self.edits.stale:
-            self.edits.stale.discard((unit, page, part.param))
+        if (unit, part.param, part.begin) in self.edits.stale:
+            self.edits.stale.discard((unit, part.param, part.begin))
             masters.forget(self._units[unit].elements(part.param, part.begin, part.end), kept)
 
     # --- from outside, while no update of the unit is pending
@@ -91,7 +91,10 @@ class Masters:
             weight = self._units[u].elements(param, part.begin, part.end)
             memory = self._pages.read(u, page)
             kept = arrays_of(format, self._pages.spec(u, page), part, memory)[0].to(weight.device)
-            yield part.begin, weight.float() if (u, page, param) in self.edits.stale else masters.join(weight, kept)
+            yield (
+                part.begin,
+                weight.float() if (u, param, part.begin) in self.edits.stale else masters.join(weight, kept),
+            )
 
     def accept(self, p: nn.Parameter, value: Tensor) -> bool:
         """Give a parameter a value of higher precision than its own; False if it has no master."""

@@ -98,7 +98,8 @@ class SpilledOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with tensors in host memory."""
         self.engine.settle()
-        states = sum(u.spec.state_bytes for u in self.engine.units)
+        size = self.engine.executor.program.model.sharding.size
+        states = size * sum(u.spec.state_bytes for u in self.engine.units)
         self.engine.parts.check_copies(states, "optimizer.state_dict")
         return super().state_dict()
 

@@ -1,13 +1,15 @@
 """The parts of one engine, built from a layout and a placement: storage first, then who works on it."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from overspill.comm import Comm
 from overspill.errors import BudgetError
 from overspill.kernels.reference import Rule
 from overspill.program import Program
@@ -27,11 +29,14 @@ from overspill.runtime.reduction import Reduction
 from overspill.runtime.scaling import LossScale
 from overspill.runtime.updates import Update, Updates
 from overspill.runtime.weights import Weights
-from overspill.specs import Budget, ParamSpec, TierName, UnitSpec, align, human
+from overspill.specs import BLOCK, Budget, ParamSpec, TierName, UnitSpec, align, human
 from overspill.tiers import DeviceTier, Tier, host_available
 from overspill.trace import Recorder
 from overspill.units.layout import Layout
 from overspill.units.unit import Unit
+
+if TYPE_CHECKING:
+    from overspill.comm import Comm
 
 log = logging.getLogger("overspill")
 
@@ -47,7 +52,7 @@ class Materials:
     rule: Rule | None
     """Our own update rule; None: the user's optimizer does every update."""
     source: Source
-    extend: "Extend"
+    extend: Extend
     comm: Comm | None = None
     """The other ranks; None: there are none."""
 
@@ -68,7 +73,7 @@ class Parts:
     tiers: Tiers
     scale: LossScale | None
     """Under fp16."""
-    made: "Made"
+    made: Made
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -190,7 +195,7 @@ class _Wider:
         tier = self._program.placements[unit].grad
         if tier not in self._extended:
             # For all gradients of the tier at once: they will all be summed.
-            total = sum(_wide_bytes(p) for p in self._params(tier))
+            total = sum(align(self._bytes(p), BLOCK) for p in self._params(tier))
             self._extended[tier] = self._extend(tier, total)
             log.warning(
                 "a second backward pass before step(): gradients are summed in fp32, for which %s more are taken on "
@@ -200,13 +205,13 @@ class _Wider:
             )
         more = self._extended[tier]
         spec = self._program.model.units[unit].params[param]
-        return None if more is None else (more, more.reserve(4 * spec.numel))
+        return None if more is None else (more, more.reserve(self._bytes(spec)))
+
+    def _bytes(self, p: ParamSpec) -> int:
+        """Of a wide gradient, or of this rank's share of it."""
+        return torch.float32.itemsize * (p.owned.room if self._program.model.sharding.split("grad") else p.numel)
 
     def _params(self, tier: TierName) -> Iterator[ParamSpec]:
         for unit, placement in zip(self._program.model.units, self._program.placements, strict=True):
             if placement.grad == tier:
                 yield from (p for p in unit.params if p.trainable and p.dtype in NARROW)
-
-
-def _wide_bytes(p: ParamSpec) -> int:
-    return align(4 * p.numel, 4096)

@@ -6,13 +6,18 @@ first of what was offered is chosen, all ranks take part in it, whether they ask
 needs all ranks to want it, as a step, is refused when one is elsewhere, with a message that says who is where.
 """
 
+from __future__ import annotations
+
+import zlib
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from overspill.comm import Comm
 from overspill.errors import RankError
 from overspill.program import Kind, Op
+
+if TYPE_CHECKING:
+    from overspill.comm import Comm
 
 
 class Meeting(IntEnum):
@@ -46,6 +51,8 @@ WORDS = {
     Meeting.LOAD: "a load",
     Meeting.CLOSE: "overspill.close()",
 }
+MOST = 6
+"""Points that are offered at a time."""
 OF_OPS = {Kind.GATHER: Meeting.GATHER, Kind.REDUCE: Meeting.REDUCE}
 
 
@@ -57,7 +64,7 @@ class Point(NamedTuple):
     item: int = 0
     """What else must be alike. Of two gradients that are reduced, the wider."""
 
-    def same(self, other: "Point") -> bool:
+    def same(self, other: Point) -> bool:
         return self[:2] == other[:2]
 
 
@@ -88,6 +95,10 @@ class Ranks:
     def choose(self, mine: tuple[Point, ...]) -> Point | None:
         """None if all ranks offer the same; else what is done first. See Note [Offers]."""
         where = f"{self._words(mine[0])} in {self.phase()}"
+        if len(mine) > MOST:
+            # What comes later counts too, but not in full.
+            rest = zlib.crc32(repr(mine[MOST:]).encode())
+            mine = (*mine[:MOST], Point(mine[MOST].kind, rest, len(mine)))
         flat = [x for point in mine for x in point]
         offers = [_points(values) for values in self.comm.meet(flat, where)]
         if all(offer == mine for offer in offers):

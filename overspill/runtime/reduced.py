@@ -18,7 +18,7 @@ from overspill.runtime.executor import Executor
 from overspill.runtime.generation import Generation, as_flat, full_dtype
 from overspill.runtime.gradient_bytes import GradientBytes
 from overspill.runtime.passing import Passing
-from overspill.runtime.reduction import Reduction
+from overspill.runtime.reduction import Reduction, wide
 from overspill.specs import ParamSpec
 
 
@@ -31,6 +31,7 @@ class Book(Protocol):
 
     def claim(self, generation: Generation) -> None: ...
     def send_home(self, generation: Generation) -> None: ...
+    def take_back(self, generation: Generation) -> None: ...
     def contribute(self, generation: Generation, contribution: Callable[[Tensor], object]) -> None: ...
 
 
@@ -60,23 +61,41 @@ class Reduced:
         """What was held on this rank is reduced at the end of a backward pass that brought nothing to add to it."""
         value = self._book.bytes.share(generation)
         _renew(generation)
-        self.put(generation, value)
+        self.put(generation, value, None)
 
-    def put(self, generation: Generation, value: Tensor) -> None:
-        """A backward pass made `value`, whole and laid out as the parameter is."""
-        unit, param, spec, factor = generation.unit, generation.param, generation.spec, self._book.factor
+    def put(self, generation: Generation, value: Tensor, factor: Tensor | None) -> None:
+        """A backward pass made `value`, whole and laid out as the parameter is; `factor` undoes its scale."""
+        unit, param, spec = generation.unit, generation.param, generation.spec
+        if factor is not None and value.dtype == full_dtype(spec):
+            value, factor = value * factor, None
         if generation.local:
-            held, wide = self._book.bytes.share(generation), value.to(full_dtype(spec))
-            value = held + (wide if factor is None or value.dtype != spec.dtype else wide * factor)
+            value, factor = self._book.bytes.share(generation) + wide(value, spec, factor), None
             _renew(generation)
         elif generation.zero and not generation.todo:
-            generation.factor = factor if value.dtype == spec.dtype else None
-        elif unit in self._executor.state.pending:
-            # An update that is due takes the gradient as it was.
-            self._executor(Settle((unit,)))
+            generation.factor = factor
+        else:
+            self._make_ready(generation)
         self._reduction.put(unit, param, value, factor)
         self._waiting[unit, param] = generation
         self._executor(Grad(unit, param, first=generation.zero and not generation.todo, reduced=True))
+
+    def _make_ready(self, generation: Generation) -> None:
+        """What is reduced will be added to this gradient, which has a value."""
+        unit, ranks = generation.unit, self._executor.ranks
+        if unit in self._executor.state.pending and ranks is not None:
+            # An update that is due takes the gradient as it was.
+            self._executor(Settle((unit,), ranks.held()))
+        if not generation.zero and not (self._reduction.shares and generation.span is None):
+            return
+        # It is whole (somebody looked at it through a view, or put it there), or zero with changes that wait for it.
+        whole = self._book.bytes.share(generation).clone()
+        _renew(generation)
+        self._book.take_back(generation)
+        generation.value, generation.zero, generation.dtype = whole, False, whole.dtype
+        if self._reduction.shares:
+            elements, generation.span = as_flat(whole), generation.spec.owned
+            generation.value = array(generation.span, lambda b, e: elements[b:e], whole.dtype, whole.device)
+        self._book.send_home(generation)
 
     def _arrived(self, unit: int, sums: dict[int, Tensor]) -> None:
         """A reduction is on its way: its sums go to the gradients that wait for them."""
@@ -105,7 +124,7 @@ class Reduced:
         spec, factor = generation.spec, self._book.factor
 
         def add(total: Tensor) -> None:
-            more = _wide(value, spec, factor)
+            more = wide(value, spec, factor)
             total.add_(more if generation.span is not None else more.as_strided(spec.shape, spec.stride))
 
         return add
@@ -132,8 +151,4 @@ def _renew(generation: Generation) -> None:
     generation.dtype, generation.factor = full_dtype(generation.spec), None
     generation.todo.clear()
     generation.norms.clear()
-
-
-def _wide(value: Tensor, spec: ParamSpec, factor: Tensor | None) -> Tensor:
-    wide = value.to(full_dtype(spec))
-    return wide * factor if factor is not None and value.dtype != wide.dtype else wide
+    generation.raw_norm = None

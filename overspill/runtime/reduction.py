@@ -1,18 +1,23 @@
 """Averages the gradients of a unit over ranks, stripe by stripe, as DistributedDataParallel does: each rank's own is
 divided by the number of ranks, then they are summed. Each rank keeps what it owns of the sums (at stage 0: all)."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from overspill.comm import Comm
 from overspill.program import Key, Kind, Op
 from overspill.runtime.executor import Executor, Handler
 from overspill.runtime.generation import as_flat, full_dtype
 from overspill.runtime.lanes import Work
 from overspill.specs import ParamSpec, Sharding, Stripe, UnitSpec
+
+if TYPE_CHECKING:
+    from overspill.comm import Comm
 
 Arrived = Callable[[int, dict[int, Tensor]], None]
 """(unit, sums by parameter) -> told when a reduction is handed out; the sums are there when it is done."""
@@ -38,9 +43,10 @@ class Reduction:
         self._executor = executor
         self._device = executor.lanes.device
         self._local: dict[int, dict[int, Tensor]] = {}
+        self._factors: dict[tuple[int, int], Tensor | None] = {}
         self._wide: set[int] = set()
-        self._sending: list[tuple[int, dict[int, Tensor]]] = []
-        """What a lane may still be reading."""
+        self._sending: list[tuple[int, list[Tensor]]] = []
+        """What a lane may still be reading or writing."""
         self.arrived: Arrived = lambda unit, sums: None
 
     def handlers(self) -> dict[Kind, Handler]:
@@ -60,8 +66,8 @@ class Reduction:
         """This rank's gradient, whole; laid out as the parameter is. `factor` undoes the scale of what is narrow."""
         there, spec = self._local.setdefault(unit, {}), self._specs[unit].params[param]
         if param in there:
-            value = _wide(there[param], spec, factor) + _wide(value, spec, factor)
-        there[param] = value
+            value, factor = wide(there[param], spec, self._factors[unit, param]) + wide(value, spec, factor), None
+        there[param], self._factors[unit, param] = value, factor
 
     def width(self, unit: int) -> int:
         """0: some are sums of several backward passes, which are wide; 1: none is."""
@@ -75,12 +81,14 @@ class Reduction:
 
     def _reduce(self, op: Op) -> Work:
         spec, local = self._specs[op.unit], self._local.pop(op.unit, {})
-        wide = op.unit in self._wide or not all(v.dtype == spec.params[i].dtype for i, v in local.items())
+        widely = op.unit in self._wide or not all(v.dtype == spec.params[i].dtype for i, v in local.items())
         self._wide.discard(op.unit)
+        if widely:
+            local = {i: wide(v, spec.params[i], self._factors[op.unit, i]) for i, v in local.items()}
         for unit, _ in self._sending:
             self._executor.wait(Key(Kind.REDUCE, unit))
-        self._sending = [(op.unit, local)]
-        sums = {i: self._room(p, wide) for i, p in enumerate(spec.params) if p.trainable}
+        sums = {i: self._room(p, widely) for i, p in enumerate(spec.params) if p.trainable}
+        self._sending = [(op.unit, [*local.values(), *sums.values()])]
         self.arrived(op.unit, sums)
 
         def run() -> None:
@@ -116,9 +124,10 @@ class Reduction:
                 sums[o.param][at : at + high - low].copy_(whole[low:high])
 
 
-def _wide(value: Tensor, spec: ParamSpec, factor: Tensor | None) -> Tensor:
-    wide = value.to(full_dtype(spec))
-    return wide * factor if factor is not None and value.dtype != wide.dtype else wide
+def wide(value: Tensor, spec: ParamSpec, factor: Tensor | None) -> Tensor:
+    """A gradient as it counts: see generation.py, Note [Narrow and wide]."""
+    found = value.to(full_dtype(spec))
+    return found * factor if factor is not None and value.dtype != found.dtype else found
 
 
 def _overlaps(spec: UnitSpec, stripe: Stripe) -> list[_Overlap]:

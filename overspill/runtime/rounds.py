@@ -99,13 +99,12 @@ class Rounds:
 
     def end(self) -> None:
         """A backward pass is over, or a step begins."""
-        if not self._arrived and not self._executor.state.arrived:
+        held = [generation for generation in self._current() if generation.local]
+        if not self._arrived and not self._executor.state.arrived and not held:
             return
-        for unit, param in self._places:
-            generation = self._generation(unit, param)
-            if generation is not None and generation.local:
-                self._arrived.add((unit, param))
-                self._reduced.put_held(generation)
+        for generation in held:
+            self._arrived.add((generation.unit, generation.param))
+            self._reduced.put_held(generation)
         while self._executor.state.arrived:
             self._executor(Flush())
         if self._ranks.agree(self._over):
@@ -162,7 +161,8 @@ def _hash(places: Iterable[Place]) -> int:
 
 def _share(units: Sequence[Unit], held: GradientBytes, unit: int, param: int, which: int) -> Tensor:
     """What this rank has of a gradient that another one looks at."""
-    handle = units[unit].params[param].grad
+    gradient = units[unit].params[param].grad
+    handle = None if gradient is None else local_of(gradient)
     if not isinstance(handle, GradHandle) or handle.generation.span is None:
         raise RankError(
             f"expected the gradient of {units[unit].spec.params[param].name!r} on all ranks, because another one looks "

@@ -6,9 +6,11 @@ graph that nobody asks the unit for (runtime/hooks.py finds all but those that P
 as one whose weights were modified, instead of reading freed memory.
 """
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
 
-from overspill.comm import Comm
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
 from overspill.program import Kind, Op
 from overspill.runtime.executor import Handler
 from overspill.runtime.lanes import Work
@@ -16,6 +18,9 @@ from overspill.specs import TierName
 from overspill.tiers import Tier
 from overspill.units.local import move_versions
 from overspill.units.unit import Unit
+
+if TYPE_CHECKING:
+    from overspill.comm import Comm
 
 AHEAD = 1 << 30
 """How far versions move: further than any training changes a weight in place, and not beyond 32 bits."""

@@ -13,10 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from overspill.specs import ALIGNMENT, STRIPE, Sharding, Span, Stripe, align
-
-BLOCK = 4096
-"""Pieces of a full stripe are multiples of a disk's block: a share of a unit is read and written piece by piece."""
+from overspill.specs import ALIGNMENT, BLOCK, STRIPE, Sharding, Span, Stripe, align
 
 
 @dataclass(frozen=True, slots=True)

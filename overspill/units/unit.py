@@ -70,10 +70,8 @@ class Unit:
     def _home_pieces(self) -> Iterator[tuple[Slot, int, int]]:
         """What its home holds: slots, and where they belong in the flat buffer."""
         assert self.home is not None, f"unit {self.spec.name} lives on the device"
-        at = 0
-        for begin, end in self.spec.home:
+        for begin, end, at in self.spec.home_pieces():
             yield self.home.piece(at, end - begin), begin, end
-            at += end - begin
 
     @property
     def nbytes(self) -> int:

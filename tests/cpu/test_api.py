@@ -92,10 +92,26 @@ def test_a_plan_of_another_model_or_optimizer_is_refused(tmp_path: Path) -> None
             overspill.prepare(other, steps(other), **BUDGETS, place=planned)
 
 
-def test_world_of_one_only() -> None:
+def test_a_plan_for_more_ranks_than_there_are() -> None:
     model = small.build()
-    with pytest.raises(OptionError, match="expected world=1, found 2"):
-        overspill.plan(model, adamw(model), world=2, precision="fp32")
+    alone, shared = (overspill.plan(model, adamw(model), world=n, zero=3, precision="fp32") for n in (1, 4))
+    for role in ("weight", "grad", "state"):
+        one, four = (sum(plan.bytes_of(tier, role) for tier in ("device", "host")) for plan in (alone, shared))
+        assert one / 4 <= four < one / 2, role
+    assert "rank 0 of 4 at ZeRO stage 3" in str(shared)
+    for world in (0, -1, 2.0, "2", True):
+        with pytest.raises(OptionError, match="expected world= as the number of processes, from 1, found"):
+            overspill.plan(model, adamw(model), world=world, precision="fp32")
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_stage_divides_nothing_for_one_process(zero: int) -> None:
+    model = small.build()
+    model, optimizer = overspill.prepare(model, adamw(model), zero=zero, precision="fp32")
+    small.loss_of(model, next(small.batches())).backward()
+    optimizer.step()
+    assert optimizer.report()["ranks"]["size"] == 1
+    overspill.close(model)
 
 
 # ---- what prepare gives back

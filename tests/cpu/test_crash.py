@@ -14,10 +14,12 @@ import overspill
 from tests import small
 
 TRAIN = """
-import sys, torch, overspill
+import signal, sys, torch, overspill
 from tests import small
 from tests.reference import Recipe, train
 
+# A shell that runs the tests in the background has switched interrupts off, for all below it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 model = small.build()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 place = dict.fromkeys(("weight", "grad", "state"), "nvme")

@@ -43,6 +43,11 @@ def _check_export(given: Path, out: Path) -> None:
     assert {n: (e.dtype, e.shape) for n, e in before.items()} == {n: (e.dtype, e.shape) for n, e in after.items()}
     with Reader() as reader:
         for name in before:
-            one, other = (next(reader.pieces(e[name], 2**16))[1].clone() for e in (before, after))
-            assert not torch.equal(one, other) or before[name].shape == (1024,), name
-            assert bool(other.isfinite().all())
+            # Of 16 bits, an embedding that no token asked for does not show the little that decay takes of it.
+            same = True
+            for (_, one), (_, other) in zip(
+                reader.pieces(before[name], 2**20), reader.pieces(after[name], 2**20), strict=True
+            ):
+                same = same and torch.equal(one, other)
+                assert bool(other.isfinite().all())
+            assert not same or before[name].shape == (1024,), name
