@@ -16,6 +16,6 @@ executor.py   folds the program over events; lanes.py: streams and threads that 
 precision.py, watch.py, turns.py, measures.py: inputs of the root call; a model that was changed; threads; what a
 step took
 
-Holds no policy: what moves when is decided in program.py. May import: units, tiers, kernels, comm, program, layer 0;
+Holds no policy: what moves when is decided in program/. May import: units, tiers, kernels, comm, program, layer 0;
 never plan.
 """

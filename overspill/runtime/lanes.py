@@ -120,7 +120,7 @@ def _detail(op: Op) -> dict[str, int]:
 
 
 class Tickets:
-    """The latest ticket of every key. See program.py, Note [Waiting]."""
+    """The latest ticket of every key. See program/__init__.py, Note [Waiting]."""
 
     def __init__(self) -> None:
         self._latest: dict[Key, Ticket] = {}
