@@ -31,8 +31,8 @@ WHAT += ("tiny adamw fp32", "small adamw bf16", "small adamw fp16")
 TOLERANCE = 3e-5
 """Of the largest weight: 20 steps of lr 1e-2, in which Adam divides rounding errors by the size of the gradient."""
 WIDER = {"muon": 5e-3, "bf16": 2e-2, "fp16": 2e-3}
-"""Muon iterates in bf16 whatever it is given; torch sums gradients of bf16 in bf16, and ours in fp32; where weights have
-16 bits, the last bit of a norm can become the last bit of a weight."""
+"""Muon iterates in bf16 whatever it is given; torch sums gradients of bf16 in bf16, and ours in fp32; where weights are
+16 bits wide, the last bit of a norm can become the last bit of a weight."""
 
 
 def tolerance(case: Case) -> float:
