@@ -314,6 +314,7 @@ def late(seconds: float) -> str:
     return str(error.value)
 
 
+@pytest.mark.full
 def test_a_rank_that_never_comes_is_named() -> None:
     text = run(late, 2, 8.0)[0]
     assert "the forward of unit h.3, step 12, found that rank 1 did not come within 2 s, though alive" in text

@@ -104,6 +104,7 @@ def test_shards_beside_tensor_parallel() -> None:
     check(("shard", "tp"), [(1, "device"), (3, "host")])
 
 
+@pytest.mark.full
 def test_shards_beside_copies() -> None:
     check(("replicate", "shard"), [(2, "nvme"), (3, "device")])
 

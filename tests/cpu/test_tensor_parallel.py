@@ -229,7 +229,7 @@ def refuses_whole_matrices(folder: Path) -> None:
 # ---
 
 
-@pytest.mark.parametrize("build", [mlp, llama])
+@pytest.mark.parametrize("build", [mlp, pytest.param(llama, marks=pytest.mark.full)])
 def test_trains_as_the_plain_model_does(build: Callable[[], nn.Module], tmp_path: Path) -> None:
     two_processes(trains_as_plain, tmp_path, build)
 
@@ -238,9 +238,11 @@ def test_parameters_and_gradients_are_dtensors(tmp_path: Path) -> None:
     two_processes(is_used_as_plain, tmp_path)
 
 
+@pytest.mark.full
 def test_masters_of_parts(tmp_path: Path) -> None:
     two_processes(keeps_masters, tmp_path)
 
 
+@pytest.mark.full
 def test_optimizers_of_whole_matrices_are_refused(tmp_path: Path) -> None:
     two_processes(refuses_whole_matrices, tmp_path)

@@ -72,6 +72,7 @@ def test_two_ranks_train_as_ddp() -> None:
     assert list(wrong(2, [Case(3, "nvme", "clip"), *(replace(case, steps=4) for case in cases)])) == []
 
 
+@pytest.mark.full
 def test_three_ranks_train_as_ddp() -> None:
     assert list(wrong(3, [Case(3, "mixed", "clip", steps=4), Case(1, "host", model="tiny", steps=4)])) == []
 

@@ -103,6 +103,7 @@ def check(writes: tuple[int, Case], reads: list[tuple[int, Case]], tmp_path: Pat
         assert len({found[3] for found in results}) == 1
 
 
+@pytest.mark.full
 def test_what_two_ranks_save_one_loads(tmp_path: Path) -> None:
     check((2, Case(3, "mixed")), [(1, Case(0, "host"))], tmp_path)
 
