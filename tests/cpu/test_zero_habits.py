@@ -131,7 +131,7 @@ def over_ranks(stages: tuple[int, ...], precision: str) -> list[str]:
 
 
 def test_any_way_to_write_a_loop() -> None:
-    assert ranks.run(over_ranks, 2, (1, 3), "fp32", timeout=250) == [[], []]
+    assert ranks.run(over_ranks, 2, (3,), "fp32", timeout=250) == [[], []]
 
 
 @pytest.mark.full
