@@ -128,10 +128,6 @@ class Comm:
 
     # ---- the end
 
-    def left(self, reason: str) -> None:
-        """Tell the others why this rank takes part no more, such as "its script failed with ..."."""
-        self._watch.leave(reason)
-
     def close(self) -> None:
         """Take part no more and give the groups back. Others need not come; may be called twice."""
         self._hang_up()

@@ -194,10 +194,6 @@ class Engine:
         self.executor.finish()
 
     def _settle(self, units: tuple[int, ...] | None = None) -> None:
-        if self.rounds is not None:
-            # One by one, because ranks agree on every collective.
-            for unit in sorted(self.executor.state.pending) if units is None else units:
-                self.executor(Settle((unit,), self.residency.held()))
         self.executor(Settle(units, self.residency.held()))
         # Weights of which somebody holds views may be written at any time, and again after they were brought home.
         viewed = tuple(u for u, unit in enumerate(self.units) if unit.viewed and unit.here)

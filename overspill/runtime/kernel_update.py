@@ -79,9 +79,8 @@ class KernelUpdate:
         wanted = {i: key for i, key in enumerate(self._rule.fields) if key in found and self._steps[unit, param]}
         for i, key in wanted.items():
             found[key] = torch.empty_like(found[key], device="cpu")
-            whole = self._share(unit, param, i)
-            if self._collector is not None:
-                whole = self._collector.whole(Meeting.STATE, (unit, param), i)
+            apart = self._collector
+            whole = apart.whole(Meeting.STATE, (unit, param), i) if apart is not None else self._share(unit, param, i)
             as_flat(found[key]).copy_(whole)
         return found
 
