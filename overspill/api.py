@@ -19,7 +19,14 @@ from overspill.runtime.building import building
 from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine
 from overspill.runtime.optimizer import SpilledOptimizer, read_state
-from overspill.setup import build_engine, check_trainable, compute_device, data_parallel_ranks, say_what_is_cast
+from overspill.setup import (
+    build_engine,
+    check_trainable,
+    compute_device,
+    data_parallel_ranks,
+    refuse_eager_ranks,
+    say_what_is_cast,
+)
 
 __all__ = [
     "Plan",
@@ -75,6 +82,7 @@ def prepare(
     chosen = options({**given, **unknown})
     check_trainable(model, optimizer, chosen)
     comm = data_parallel_ranks(model, chosen, compute_device(model))
+    refuse_eager_ranks(chosen, comm)
     ground = Ground(compute_device(model), comm=comm)
     try:
         laid_out, made = make_plan(model, optimizer, chosen, ground)
@@ -202,8 +210,9 @@ class _NoSync:
         self._keeps = prepared
 
     def __call__(self) -> AbstractContextManager[None]:
-        rounds = self._keeps.engine.rounds if self._keeps is not None else None
-        return nullcontext() if rounds is None else rounds.no_sync()
+        engine = self._keeps.engine if self._keeps is not None else None
+        holds = None if engine is None else engine.rounds or engine.eager
+        return nullcontext() if holds is None else holds.no_sync()
 
     def __reduce__(self) -> Any:
         return _NoSync, (None,)

@@ -20,7 +20,7 @@ UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)} | {f"{p}B": 1000**
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("bf16", "fp16", "fp32"),
     "states": ("exact",),
-    "update": ("lazy",),
+    "update": ("lazy", "eager"),
     "zero": ("auto", 0, 1, 2, 3),
     "activations": ("keep",),
     "kernels": ("auto", "torch"),
@@ -30,7 +30,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 LATER: dict[str, tuple[Any, ...]] = {
     "states": ("bf16", "compact"),
-    "update": ("eager", "delayed"),
+    "update": ("delayed",),
     "activations": ("recompute", "offload", "auto"),
 }
 """What belongs to the design and is refused until it works."""
@@ -64,6 +64,11 @@ class Options:
             parse_size(name, getattr(self, name), there=2**60)
         parse_nvme(self.nvme)
         _check_place(self.place)
+        if self.update == "eager" and self.precision == "fp16":
+            raise OptionError(
+                "expected update='lazy' with precision='fp16', found 'eager': whether a step is skipped is known only "
+                "after backward; use precision='bf16'"
+            )
         if self.mesh is not None and not hasattr(self.mesh, "get_group"):
             raise OptionError(
                 f"expected mesh= as a torch DeviceMesh, found {self.mesh!r}; make one with "

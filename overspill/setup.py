@@ -108,6 +108,14 @@ def data_parallel_ranks(model: nn.Module, chosen: Options, device: torch.device)
     return connect(chosen.mesh, device)
 
 
+def refuse_eager_ranks(chosen: Options, comm: Comm | None) -> None:
+    if chosen.update == "eager" and comm is not None:
+        comm.close()
+        raise OptionError(
+            "expected update='lazy' over several ranks, found 'eager', which works with one process only as yet"
+        )
+
+
 def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Options) -> None:
     """Refuse what cannot be trained unit by unit, before anything is touched."""
     if not isinstance(model, nn.Module):
@@ -204,6 +212,7 @@ def build_engine(
         tiers=tiers,
         scale=scale,
         made=built,
+        eager=chosen.update == "eager",
     )
     return Engine(model, parts)
 

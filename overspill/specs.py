@@ -286,6 +286,18 @@ class Placement:
         return {"weight": self.weight, "grad": self.grad, "state": self.state}[role]
 
 
+def ring_slot_bytes(model: ModelSpec, placements: Sequence[Placement], wide: bool = False) -> int:
+    """What passes through the device for one page, at most: of its state and its gradients what lives elsewhere.
+    `wide`: where gradients are fp32 though the plan has room for less."""
+    most = 0
+    for unit, placement in zip(model.units, placements, strict=True):
+        for page in unit.pages:
+            grads = sum(align(torch.float32.itemsize * part.numel) for part in page.parts) if wide else page.grad_bytes
+            state = page.state_bytes if placement.state != "device" else 0
+            most = max(most, state + (max(grads, page.grad_bytes) if placement.grad != "device" else 0))
+    return most
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Bytes that may be used, per tier."""

@@ -24,6 +24,8 @@ Apply = Callable[[Tensor, Tensor, Sequence[Tensor], Hypers, int], None]
 class Rule:
     """How one optimizer updates, element by element."""
 
+    name: str
+    """Of the rule, for those who carry it out in another way."""
     fields: tuple[str, ...]
     """The fp32 arrays that it keeps, by torch's names."""
     initial: float
@@ -42,12 +44,12 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
     kind = type(optimizer)
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         most = ("max_exp_avg_sq",) if any(group["amsgrad"] for group in groups) else ()
-        return Rule(("exp_avg", "exp_avg_sq", *most), 0.0, True, _adam)
+        return Rule("adam", ("exp_avg", "exp_avg_sq", *most), 0.0, True, _adam)
     if kind is torch.optim.SGD:
-        return Rule(("momentum_buffer",) if any(g["momentum"] for g in groups) else (), 0.0, False, _sgd)
+        return Rule("sgd", ("momentum_buffer",) if any(g["momentum"] for g in groups) else (), 0.0, False, _sgd)
     if kind is torch.optim.Adagrad:
         initial = {group["initial_accumulator_value"] for group in groups}
-        return Rule(("sum",), initial.pop(), True, _adagrad) if len(initial) == 1 else None
+        return Rule("adagrad", ("sum",), initial.pop(), True, _adagrad) if len(initial) == 1 else None
     return None
 
 
@@ -81,7 +83,8 @@ def _toward_(a: Tensor, b: Tensor, weight: float) -> None:
         a.copy_(_fused_(b.clone(), b.sub(a), weight - 1))
 
 
-def _need(field: str, fields: Sequence[Tensor], count: int) -> None:
+def need_field(field: str, fields: Sequence[Tensor], count: int) -> None:
+    """Refuse hyperparameters that ask for more than is kept."""
     if len(fields) < count:
         raise ModelError(
             f"expected an optimizer that keeps what it kept at prepare, found that it wants {field!r} now; set such "
@@ -101,7 +104,7 @@ def _adam(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int) 
     _toward_(m, g, 1 - beta1)
     _fused_(v.mul_(beta2), g.mul(1 - beta2), g)
     if h["amsgrad"]:
-        _need("max_exp_avg_sq", fields, 3)
+        need_field("max_exp_avg_sq", fields, 3)
         v = torch.maximum(fields[2], v, out=fields[2])
     size, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
     p.add_(m.mul(-size).div_(_divide_(_root(v), root).add_(float(h["eps"]))))
@@ -114,7 +117,7 @@ def _sgd(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int) -
     if decay:
         _fused_(g, p, decay)
     if momentum:
-        _need("momentum_buffer", fields, 1)
+        need_field("momentum_buffer", fields, 1)
         buffer = fields[0]
         if step == 1:
             buffer.copy_(g)

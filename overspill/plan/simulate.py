@@ -12,14 +12,12 @@ class Simulated:
     """What a step takes, beyond what lives on the device: peak bytes, and bytes moved per lane."""
 
     window: int
-    staged: int
-    """Pages of state and gradients on the device for updates."""
     gradients: int
     """Gradients on their way home."""
     moved: dict[Lane, int]
 
 
-TAKES = {Kind.STATE_FETCH: "staged", Kind.PAGE_GRADS: "staged", Kind.GRAD_FETCH: "gradients"}
+TAKES = {Kind.GRAD_FETCH: "gradients"}
 GIVES = {Kind.RELEASE: "window", Kind.GRAD_ADD: "gradients", Kind.GRAD_DROP: "gradients"}
 
 
@@ -42,7 +40,6 @@ def simulate(program: Program, steps: int = 2, micro_batches: int = 1) -> Simula
     """Peaks over `steps` steps and the settling after them; traffic of the last step."""
     now: Counter[str] = Counter()
     peak: Counter[str] = Counter()
-    pages: dict[tuple[int, int], int] = {}
     moved: Counter[Lane] = Counter()
     last = moved
     state = start(program)
@@ -54,15 +51,13 @@ def simulate(program: Program, steps: int = 2, micro_batches: int = 1) -> Simula
                 peak["gradients"] = max(peak["gradients"], now["gradients"])
             state, ops = react(program, state, event)
             for op in ops:
-                _count(program, op, now, pages, moved)
+                _count(program, op, now, moved)
                 for what, nbytes in now.items():
                     peak[what] = max(peak[what], nbytes)
-    return Simulated(peak["window"], peak["staged"], peak["gradients"], dict(last))
+    return Simulated(peak["window"], peak["gradients"], dict(last))
 
 
-def _count(
-    program: Program, op: Op, now: Counter[str], pages: dict[tuple[int, int], int], moved: Counter[Lane]
-) -> None:
+def _count(program: Program, op: Op, now: Counter[str], moved: Counter[Lane]) -> None:
     if op.lane != Lane.COMPUTE:
         moved[op.lane] += op.nbytes
     if op.kind == Kind.FETCH:
@@ -70,9 +65,5 @@ def _count(
         now["window"] += program.model.units[op.unit].weight_bytes
     elif op.kind in TAKES:
         now[TAKES[op.kind]] += op.nbytes
-    if op.kind in (Kind.STATE_FETCH, Kind.PAGE_GRADS):
-        pages[op.unit, op.item] = pages.get((op.unit, op.item), 0) + op.nbytes
     if op.kind in GIVES:
         now[GIVES[op.kind]] -= op.nbytes
-    if op.kind == Kind.PAGE_DROP:
-        now["staged"] -= pages.pop((op.unit, op.item), 0)

@@ -31,6 +31,7 @@ from overspill.specs import (
     UnitSpec,
     align,
     human,
+    ring_slot_bytes,
 )
 
 WORKSPACE = 4
@@ -44,6 +45,9 @@ COPIES = 4
 NVME_BLOCK = 4096
 STAGING = (128 * KiB, 8 * MiB)
 PAGE = (64 * KiB, 64 * MiB)
+DEPTHS = (4, 3, 2)
+"""Slots of the ring: one that comes, one that is updated, one that goes, and one for whoever hands the next one out too
+late."""
 LEAN = Placement("host", "host", "host")
 
 
@@ -150,7 +154,7 @@ def _ahead(request: Request, placements: tuple[Placement, ...]) -> Limits:
     """More than the least, where a small share of the budget pays for it: pages and units ahead of their use."""
     least, share = _least(request, placements), request.budget.device // 8
     pages = [page.state_bytes + page.grad_bytes for u in request.model.units for page in u.pages]
-    depth = next((d for d in (3, 2) if (d - 1) * max(pages, default=0) <= share), 1)
+    depth = next((d for d in DEPTHS if (d - 1) * max(pages, default=0) <= share), 1)
     unit = max(_away(request.model, placements), default=0)
     return replace(least, depth=depth, window=least.window + (unit if unit <= share else 0))
 
@@ -169,7 +173,7 @@ def _needed(request: Request, placements: tuple[Placement, ...], limits_of: Limi
 
 
 def _device_lines(request: Request, placements: tuple[Placement, ...], limits: Limits) -> list[Line]:
-    """Everything but activations. Gradients on their way home and pages of an update are never there together."""
+    """Everything but activations. See program/, Note [Passing bytes]."""
     model = request.model
     simulated = _simulated(request, placements, limits)
     params = [p for u in model.units for p in u.params if p.trainable]
@@ -179,7 +183,12 @@ def _device_lines(request: Request, placements: tuple[Placement, ...], limits: L
     lines = [Line("device", role, _on(model, placements, role, "device")) for role in ROLES]
     lines.append(Line("device", "buffers", model.buffer_bytes))
     lines.append(Line("device", "weights passing", simulated.window))
-    lines.append(Line("device", "updates and gradients passing", max(gradients, simulated.staged + _workspace(model))))
+    slots = min(limits.depth, sum(len(u.pages) for u in model.units))
+    ring = slots * ring_slot_bytes(model, placements) + _workspace(model)
+    shared = limits.depth == 1
+    lines.append(Line("device", "updates passing", 0 if shared else ring))
+    passing = max(gradients, ring) if shared else gradients
+    lines.append(Line("device", "updates or gradients passing" if shared else "gradients passing", passing))
     lines.append(Line("device", "collectives", _collectives(model)))
     return lines
 

@@ -12,8 +12,16 @@ Note [Expected order]: `expected` is the order of needs of one step, predicted f
 then learned: what was seen between two steps is expected between the next two. A need that is not where the
 cursor points moves the cursor to its next place in the list, or is simply served on demand.
 
-Note [Passing bytes]: gradients on their way home and pages staged for updates are never on the device together, so
-the larger of the two is all the room that both need.
+Note [Passing bytes]: pages pass through a ring of a few slots on the device. Where room is so scarce that there is one
+slot only, gradients on their way home and pages are never there together: the larger of the two is all that they need.
+
+Note [Never far ahead]: copies are carried out in the order in which they are handed out, whoever else has one to make:
+a copy that was queued long before it can run holds up a small one that the model itself waits for. So a page is handed
+out only when its slot is free, which is when the page that was there before is home. Whoever needs a unit waits, on
+the host, until all of its pages are handed out; never until they are done.
+
+Note [Earliest deadline first]: while nobody needs anything, pages of pending updates are handed out ahead of their use,
+first those of the unit that is expected to be needed first.
 
 Note [Ranks]: over several ranks, ops on the comm lane are collectives: every rank must run the same ones in the same
 order. All ranks fold the same function, so they do as long as they see the same events; where they do not (a unit that
@@ -25,8 +33,11 @@ and steps. gradients.py: their way home. May import: layer 0 only.
 
 from overspill.program.gradients import WAITING
 from overspill.program.react import react, start
+from overspill.program.updates import next_unit
 from overspill.program.words import (
+    Ahead,
     Begin,
+    Due,
     Event,
     Flush,
     Grad,
@@ -45,7 +56,9 @@ from overspill.program.words import (
 
 __all__ = [
     "WAITING",
+    "Ahead",
     "Begin",
+    "Due",
     "Event",
     "Flush",
     "Grad",
@@ -60,6 +73,7 @@ __all__ = [
     "Settle",
     "State",
     "Step",
+    "next_unit",
     "react",
     "start",
 ]

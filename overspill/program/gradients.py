@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from overspill.program.passing import drop_grad, drop_page, lanes
+from overspill.program.passing import drop_grad, give_room, lanes
 from overspill.program.words import Grad, Key, Kind, Lane, Op, Program, State
 
 WAITING = 2
@@ -30,8 +30,7 @@ def reduce(program: Program, state: State, unit: int, ops: list[Op]) -> State:
     """Average what arrived of a unit's gradients over all ranks; what did not counts as zero."""
     arrived = state.arrived.get(unit, ())
     state = replace(state, arrived={u: found for u, found in state.arrived.items() if u != unit})
-    while state.staged:
-        state = drop_page(state, ops)
+    state = give_room(program, state, ops)
     nbytes = sum(p.grad_item * p.numel for p in program.model.units[unit].params)
     ops.append(Op(Kind.REDUCE, Lane.COMM, unit, nbytes=nbytes))
     for param, first in arrived:
@@ -52,8 +51,7 @@ def _take(program: Program, state: State, event: Grad, ops: list[Op]) -> State:
         if not event.first:
             ops.append(Op(Kind.GRAD_ADD, Lane.COMPUTE, unit, param, waits=(reduced,)))
         return state
-    while state.staged:
-        state = drop_page(state, ops)
+    state = give_room(program, state, ops)
     while state.leaving and nbytes + _flying(program, state) > program.limits.flight:
         state = drop_grad(program, state, ops)
     if not event.first:

@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 from overspill.program.gradients import flush, grad, reduce
-from overspill.program.passing import drop_grad, drop_page
-from overspill.program.updates import update
+from overspill.program.passing import drop_grad, give_room
+from overspill.program.updates import ahead, due, update
 from overspill.program.weights import advance, bring, gather, learn, make_room, mark, write_home
 from overspill.program.words import (
+    Ahead,
     Begin,
+    Due,
     Event,
     Flush,
     Grad,
@@ -47,6 +49,10 @@ def react(program: Program, state: State, event: Event) -> tuple[State, list[Op]
             state = grad(program, state, event, ops)
         case Step():
             state = _step(program, state, event, ops)
+        case Due():
+            state = due(state, event.units, ops)
+        case Ahead():
+            state = ahead(program, state, ops)
         case Settle():
             state = _settle(program, state, event, ops)
         case Join():
@@ -75,9 +81,9 @@ def _make_whole(program: Program, state: State, unit: int, keep: frozenset[int],
 
 def _renew(program: Program, state: State, unit: int, ops: list[Op]) -> State:
     """The pending update of a unit that is here, for all ranks, and to its home."""
-    due = unit in state.pending or (program.gathers and unit not in state.gathered)
+    old = unit in state.pending or (program.gathers and unit not in state.gathered)
     state = gather(program, update(program, state, unit, ops), unit, ops)
-    return write_home(program, state, unit, ops) if due else state
+    return write_home(program, state, unit, ops) if old else state
 
 
 def _prefetch(program: Program, state: State, keep: frozenset[int], ops: list[Op]) -> State:
@@ -112,7 +118,8 @@ def _step(program: Program, state: State, event: Step, ops: list[Op]) -> State:
     assert not state.arrived, f"gradients of units {sorted(state.arrived)} were never reduced"
     while state.leaving:
         state = drop_grad(program, state, ops)
-    state = replace(learn(state, "train"), pinned=state.pinned & event.held, pending=state.pending | event.due)
+    state = replace(learn(state, "train"), pinned=state.pinned & event.held)
+    state = due(state, event.due, ops)
     return make_room(program, state, 0, event.held, ops)
 
 
@@ -125,8 +132,7 @@ def _settle(program: Program, state: State, event: Settle, ops: list[Op]) -> Sta
         state = write_home(program, state, unit, ops)
     for unit in every if event.units is None else event.units:
         state = write_home(program, state, unit, ops)
-    while state.staged:
-        state = drop_page(state, ops)
+    state = give_room(program, state, ops)
     while event.units is None and state.leaving:
         state = drop_grad(program, state, ops)
     return state

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from overspill.program.passing import lanes
+from overspill.program.updates import update
 from overspill.program.words import Key, Kind, Lane, Mark, Need, Op, Program, State
 from overspill.specs import Phase
 
@@ -82,6 +83,9 @@ def _expected_last(state: State, units: list[int]) -> int:
 
 
 def _release(program: Program, state: State, unit: int, ops: list[Op]) -> State:
+    if unit in state.issued:
+        # Its update has begun, on weights that are here.
+        state = update(program, state, unit, ops)
     state = write_home(program, state, unit, ops)
     waits = tuple(Key(kind, unit) for kind in (Kind.FETCH, Kind.STORE, Kind.GATHER))
     ops.append(Op(Kind.RELEASE, Lane.COMPUTE, unit, nbytes=program.model.units[unit].weight_bytes, waits=waits))

@@ -34,10 +34,14 @@ class Kind(StrEnum):
     """a page of state: device to home"""
     PAGE_GRADS = "page_grads"
     """the gradients of a page: home to device — takes the page's gradient bytes"""
+    DUE = "due"
+    """what was computed so far belongs to the update of a unit"""
     UPDATE = "update"
     """the optimizer runs on one page"""
+    UPDATED = "updated"
+    """what comes next is behind the whole update of a unit; the gradients that it took are let go"""
     PAGE_DROP = "page_drop"
-    """a page leaves the device — gives all its bytes back"""
+    """a slot that a page passed through is given up — gives all its bytes back"""
     GATHER = "gather"
     """weights: every rank's share of them to all ranks"""
     REDUCE = "reduce"
@@ -50,6 +54,7 @@ class Lane(StrEnum):
     COMPUTE = "compute"
     UP = "up"
     DOWN = "down"
+    UPDATE = "update"
     READ = "read"
     WRITE = "write"
     COMM = "comm"
@@ -70,6 +75,12 @@ class Op:
     """The page or the parameter; -1: the whole unit."""
     nbytes: int = 0
     waits: tuple[Key, ...] = ()
+    slot: int = -1
+    """Of the ring, for what passes through it."""
+    done: tuple[Key, ...] = ()
+    """What must be over before this is even handed out. See Note [Never far ahead]."""
+    free: bool = False
+    """Whether it need not come behind what the compute lane was given so far."""
 
     @property
     def key(self) -> Key:
@@ -118,6 +129,18 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Due:
+    """All gradients of these units are there, and the step will take them as they are: their updates may begin."""
+
+    units: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """There is time to do one page of a pending update before anybody needs it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Settle:
     """Do the pending updates of these units now and bring what changed home; None: of all units. `held` as in Need."""
 
@@ -147,7 +170,7 @@ class Flush:
     """A backward pass is over: reduce the gradients of one unit that waits for others that did not come."""
 
 
-Event = Need | Mark | Grad | Step | Settle | Begin | Join | Flush
+Event = Need | Mark | Grad | Due | Step | Ahead | Settle | Begin | Join | Flush
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +191,20 @@ class Program:
         """Whether an update leaves every rank with its own share of the new weights."""
         return self.model.sharding.split("state")
 
+    @property
+    def update_lane(self) -> Lane:
+        """Ours has a lane of its own; the user's optimizer works on the user's own objects, so in the user's turn."""
+        return Lane.UPDATE if self.model.format.fields is not None else Lane.COMPUTE
+
+    def passes(self, unit: int) -> bool:
+        """Whether pages of the unit pass through the ring."""
+        return self.placements[unit].state != "device" or self.placements[unit].grad != "device"
+
+    @property
+    def shares_room(self) -> bool:
+        """Whether pages give their room up to gradients on their way home. See Note [Passing bytes]."""
+        return self.limits.depth == 1
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -177,8 +214,15 @@ class State:
     changed: frozenset[int] = frozenset()
     """Units whose device bytes are newer than their home."""
     pending: frozenset[int] = frozenset()
+    """Units with an update that is due and that the compute lane is not behind."""
+    issued: dict[int, int] = field(default_factory=dict)
+    """Of pending units: how many pages were handed out."""
     staged: tuple[tuple[int, int], ...] = ()
-    """(unit, page) on the device for an update or on its way home."""
+    """(unit, page) that have slots of the ring, for an update or on their way home, the oldest first."""
+    ready: frozenset[tuple[int, int]] = frozenset()
+    """Those of them that wait for their update."""
+    turn: int = 0
+    """How many pages were staged so far: they take the ring's slots in turn."""
     leaving: tuple[tuple[int, int], ...] = ()
     """(unit, param) of gradients on their way home."""
     gathered: frozenset[int] = frozenset()

@@ -1,7 +1,7 @@
 """One prepared model: its parts, put together."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,18 +10,19 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from overspill.errors import ModelError, StateError
-from overspill.program import Begin, Mark, Settle, Step
+from overspill.program import Begin, Due, Mark, Settle, Step
 from overspill.runtime import hooks
 from overspill.runtime.buffers import SharedBuffers
 from overspill.runtime.door import HANDLE, set_door
+from overspill.runtime.eager import Eager
 from overspill.runtime.generation import Generation
-from overspill.runtime.handle import GradHandle
+from overspill.runtime.handle import GradHandle, gradient_of
 from overspill.runtime.measures import Measures
 from overspill.runtime.parts import Parts
 from overspill.runtime.precision import cast_inputs
 from overspill.runtime.residency import Residency
 from overspill.runtime.rounds import Rounds
-from overspill.runtime.updates import Due, Job, snapshot
+from overspill.runtime.updates import Job, Taken, snapshot
 from overspill.runtime.watch import ShapeWatch
 from overspill.units.local import local_of, part_for, wrapped
 
@@ -35,7 +36,10 @@ class Engine:
         self.executor = parts.executor
         self.units = parts.units
         self.closed = False
+        self.eager: Eager | None = None
         self.residency = Residency(model, parts)
+        trained = [p for unit in self.units for p in unit.params if p.requires_grad]
+        parts.made.grads.bytes.current = lambda: [g for g in map(gradient_of, trained) if g is not None]
         self.measures = Measures(parts.executor, parts.device_peak)
         self._watch = ShapeWatch(model)
         ranks = parts.made.ranks
@@ -89,6 +93,8 @@ class Engine:
         handed = gradient is not None and isinstance(local_of(gradient), GradHandle)
         if handed and self.rounds is not None:
             self.rounds.arrived(unit, param)
+        if handed and self.eager is not None:
+            self.eager.arrived(unit, param)
         if gradient is None or handed:
             return
         owned = own is not None and own() is gradient
@@ -110,6 +116,8 @@ class Engine:
         self._hand_out(p, grads.arrive(unit, param, part_for(p, gradient.detach())))
         if self.rounds is not None:
             self.rounds.arrived(unit, param)
+        if self.eager is not None:
+            self.eager.arrived(unit, param)
 
     # --- the optimizer and the API call these
 
@@ -120,17 +128,14 @@ class Engine:
         self.residency.turns.take()
         self._watch.check()
         self.residency.copies.forget()
-        self._settle(tuple(sorted(self.executor.state.pending)))
+        begun = self.eager.step() if self.eager is not None else frozenset[int]()
+        self._settle(tuple(sorted(self.executor.state.pending - begun)))
         if self.rounds is not None:
             self.rounds.meet_to_step()
-        jobs: dict[int, list[Job]] = {}
-        for group in groups:
-            hypers = snapshot(group)
-            for unit, due in self._due(group["params"]).items():
-                jobs.setdefault(unit, []).append(Job(hypers, tuple(due)))
+        jobs = self._jobs(groups, begun)
         if self.rounds is not None:
             self.rounds.step((unit, due.param) for unit, todo in jobs.items() for job in todo for due in job.due)
-        if not jobs:
+        if not jobs and not begun:
             raise StateError(
                 "expected gradients at step(), found none on any parameter; call loss.backward() before "
                 "optimizer.step(), and zero_grad() after it"
@@ -141,13 +146,36 @@ class Engine:
             self.parts.made.updates.put(unit, tuple(todo))
         self.executor(Step(frozenset(jobs), self.residency.held()))
         self.residency.forget()
-        seen = tuple(u for u in jobs if self.residency.full or (self.units[u].viewed and self.units[u].here))
+        with self.executor.lock:
+            seen = tuple(u for u in jobs if self.residency.full or (self.units[u].viewed and self.units[u].here))
         if seen:
             # Whoever holds views of weights, or has them all open, would see them before their update.
             self._settle(seen)
             for unit in seen if self.rounds is not None else ():
                 self.residency.need((unit,), ahead=False)
         self.measures.tick()
+
+    def _jobs(self, groups: Iterable[dict[str, Any]], but: frozenset[int]) -> dict[int, list[Job]]:
+        """What a step asks of each unit."""
+        jobs: dict[int, list[Job]] = {}
+        for group in groups:
+            hypers = snapshot(group)
+            for unit, due in self._due(group["params"]).items():
+                if unit not in but:
+                    jobs.setdefault(unit, []).append(Job(hypers, tuple(due)))
+        return jobs
+
+    def be_eager(self, groups: list[dict[str, Any]]) -> None:
+        """Begin updates in backward from now on. See eager.py."""
+        itself = weakref.proxy(self)
+        self.eager = Eager(self.units, groups, lambda unit, own: itself.take_early(unit, own))
+
+    def take_early(self, unit: int, groups: list[dict[str, Any]]) -> None:
+        """A unit's gradients are complete: its update is due."""
+        if unit in self.executor.state.pending:
+            self._settle((unit,))
+        self.parts.made.updates.put(unit, tuple(self._jobs(groups, frozenset())[unit]))
+        self.executor(Due(frozenset((unit,))))
 
     def _finite(self, jobs: dict[int, list[Job]]) -> bool:
         """Under fp16: whether the step is taken; the loss scale moves."""
@@ -163,8 +191,8 @@ class Engine:
         grads.factor = scale.factor
         return finite
 
-    def _due(self, params: list[nn.Parameter]) -> dict[int, list[Due]]:
-        found: dict[int, list[Due]] = {}
+    def _due(self, params: list[nn.Parameter]) -> dict[int, list[Taken]]:
+        found: dict[int, list[Taken]] = {}
         for p in params:
             gradient = p.grad
             if gradient is None:
@@ -182,7 +210,7 @@ class Engine:
             else:
                 # The user's own tensor, which may be written to again before the update runs.
                 generation = self.parts.made.grads.take(unit, index, part_for(p, gradient.detach().clone()))
-            found.setdefault(unit, []).append(Due(index, generation, len(generation.todo)))
+            found.setdefault(unit, []).append(Taken(index, generation, len(generation.todo)))
         return found
 
     @_disable_dynamo
@@ -196,7 +224,8 @@ class Engine:
     def _settle(self, units: tuple[int, ...] | None = None) -> None:
         self.executor(Settle(units, self.residency.held()))
         # Weights of which somebody holds views may be written at any time, and again after they were brought home.
-        viewed = tuple(u for u, unit in enumerate(self.units) if unit.viewed and unit.here)
+        with self.executor.lock:
+            viewed = tuple(u for u, unit in enumerate(self.units) if unit.viewed and unit.here)
         if viewed:
             self.executor(Mark(viewed, written=True))
 
@@ -235,6 +264,8 @@ class Engine:
             self.rounds.close()
         self.executor.finish()
         self.closed = True
+        if self.executor.pager is not None:
+            self.executor.pager.close()
         self.executor.lanes.close()
         for tier in self.parts.tiers.values():
             tier.close()

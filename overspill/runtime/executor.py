@@ -4,14 +4,15 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from overspill.errors import StateError
-from overspill.program import Event, Key, Kind, Lane, Op, Program, State, react, start
+from overspill.program import Ahead, Event, Key, Kind, Lane, Op, Program, State, next_unit, react, start
 from overspill.runtime.lanes import Lanes, Ticket, Tickets, Work
+from overspill.runtime.pager import Pager
 from overspill.runtime.ranks import Ranks
 
 Handler = Callable[[Op], Work]
@@ -35,14 +36,16 @@ class Executor:
         """Of the last collective."""
         self._failed: BaseException | None = None
         self._pid = os.getpid()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Whoever looks at what ops change while they run must hold it: pages may be updated by another thread."""
+        self.pager: Pager | None = None
 
     def handle(self, handlers: dict[Kind, Handler]) -> None:
         self._handlers |= handlers
 
     def __call__(self, event: Event) -> None:
         # Autograd may run the nodes of one backward pass in two threads: those on the GPU and those on the CPU.
-        with self._lock:
+        with self.lock:
             self._check()
             state, ops = react(self.program, self.state, event)
             while self.ranks is not None and (offer := self.ranks.points(ops)):
@@ -53,10 +56,12 @@ class Executor:
                 self.ranks.joins[chosen.kind](chosen)
                 state, ops = react(self.program, self.state, event)
             self._fold(state, ops)
+        if self.pager is not None and self.state.pending:
+            self.pager.wake()
 
     def join(self, event: Event) -> None:
         """React to an event that all ranks agreed on."""
-        with self._lock:
+        with self.lock:
             self._check()
             self._fold(*react(self.program, self.state, event))
 
@@ -86,18 +91,38 @@ class Executor:
             self._failed = error
             raise
 
+    def ahead(self) -> Sequence[Ticket] | None:
+        """Do one page of what is pending, if its slot is free; else what that waits for. None: nothing is to be done.
+        Called by another thread than the one that uses the model."""
+        with self.lock:
+            unit = None if self._failed is not None else next_unit(self.program, self.state)
+            if unit is None:
+                return None
+            staged = self.state.staged
+            if self.program.passes(unit) and len(staged) >= self.program.limits.depth:
+                keys = [Key(kind, *staged[0]) for kind in (Kind.STATE_STORE, Kind.UPDATE)]
+                waits = [ticket for ticket in self._tickets.of(keys) if not ticket.over]
+                if waits:
+                    return waits
+            self._fold(*react(self.program, self.state, Ahead()))
+        return ()
+
     def _run(self, op: Op) -> None:
+        for ticket in self._tickets.of(op.done):
+            ticket.finish()
         waits = self._tickets.of(op.waits)
         if op.lane == Lane.COMPUTE:
             begin = time.perf_counter()
             self.lanes.compute(op, lambda: self._handlers[op.kind](op)(), waits)
             self.times[op.kind] += time.perf_counter() - begin
+            if op.kind == Kind.DUE:
+                self._tickets.put(op.key, self.lanes.mark())
             return
         self.moved[op.lane] += op.nbytes
-        ticket = self.lanes.submit(op, self._handlers[op.kind](op), waits)
-        self._tickets.put(op.key, ticket)
+        issued = self.lanes.submit(op, self._handlers[op.kind](op), waits)
+        self._tickets.put(op.key, issued)
         if op.lane == Lane.COMM:
-            self._together = ticket
+            self._together = issued
 
     def wait(self, key: Key) -> None:
         """Make what the caller does next come after the latest op of this key."""

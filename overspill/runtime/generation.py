@@ -14,13 +14,14 @@ Note [Shares]: over ranks, a gradient that was reduced is divided: every rank ha
 as a flat array. Its whole value, or its norm, takes all ranks; what changes it is applied by each to its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from overspill.errors import StateError
 from overspill.specs import ParamSpec, Span
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -48,11 +49,21 @@ class Change:
 
     run: Callable[..., object]
     operands: tuple[Any, ...] = ()
+    multiplies: bool = False
+    """Whether it is a multiplication with the one operand."""
 
     @staticmethod
-    def of(run: Callable[..., object], operands: tuple[Any, ...], spec: ParamSpec) -> "Change":
+    def of(
+        run: Callable[..., object], operands: tuple[Any, ...], spec: ParamSpec, multiplies: bool = False
+    ) -> "Change":
         """A change with operands as they are now, whatever becomes of them."""
-        return Change(run, tuple(_kept(x, spec) for x in operands))
+        return Change(run, tuple(_kept(x, spec) for x in operands), multiplies and len(operands) == 1)
+
+    @property
+    def factor(self) -> Tensor | None:
+        """The number that it multiplies with, if it is such a change: fp32."""
+        x = self.operands[0] if self.multiplies else None
+        return x if isinstance(x, Tensor) and x.dim() == 0 and x.dtype == torch.float32 else None
 
     def on(self, gradient: Tensor, span: Span | None) -> None:
         """On the whole gradient, or on an array of a span of it."""
@@ -68,6 +79,16 @@ class Change:
         self.run(piece, *(as_flat(x)[begin:end] if _is_full(x) else x for x in self.operands))
 
 
+KEPT = "_overspill_kept"
+
+
+def number(x: Tensor) -> Tensor:
+    """A copy of a tensor of one element that nobody else knows of: many changes may share it."""
+    copied = x.clone().reshape(())
+    setattr(copied, KEPT, True)
+    return copied
+
+
 def _is_full(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0
 
@@ -76,7 +97,7 @@ def _kept(x: Any, spec: ParamSpec) -> Any:
     if not isinstance(x, Tensor):
         return x
     if x.numel() == 1:
-        return x.clone().reshape(())
+        return x if x.dim() == 0 and getattr(x, KEPT, False) else number(x)
     laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=x.dtype, device=x.device)
     return laid_out.copy_(x.expand(spec.shape))
 
@@ -86,6 +107,8 @@ class Generation:
 
     span: Span | None = None
     """What this rank has of it; None: all. See Note [Shares]."""
+    spent = False
+    """Whether an update that has begun took it, before the step that it belongs to."""
     local = False
     """Whether other ranks have another one, which is still to be added."""
 
@@ -113,6 +136,12 @@ class Generation:
         return self.dtype != full_dtype(self.spec)
 
     def change(self, change: Change) -> None:
+        if self.spent:
+            raise StateError(
+                f"expected gradients to be left alone with update='eager', found a change of that of "
+                f"{self.spec.name!r} (clipping, scaling, adding): its update has begun in the backward pass; use "
+                "update='lazy', which allows all of these"
+            )
         self.norms.clear()
         if self.lent:
             change.on(self.value, self.span)  # type: ignore[arg-type]
@@ -153,6 +182,15 @@ class Generation:
             return torch._foreach_norm([value], order)[0]
         found = torch._foreach_norm([value], order, dtype=full_dtype(self.spec))[0]
         return found if self.factor is None else found * self.factor
+
+    @staticmethod
+    def norms_of(generations: Sequence["Generation"], order: float) -> list[Tensor]:
+        """As `norm`, of several that are alike: the same bits, in fewer kernels."""
+        first, values = generations[0], [g.value for g in generations if g.value is not None]
+        if not first.narrow:
+            return list(torch._foreach_norm(values, order))
+        found = list(torch._foreach_norm(values, order, dtype=full_dtype(first.spec)))
+        return found if first.factor is None else [norm * first.factor for norm in found]
 
     def add(self, contribution: Callable[[Tensor], object]) -> None:
         """The bytes are on the device: make the changes that wait, then add. The sum is wide."""

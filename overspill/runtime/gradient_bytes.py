@@ -77,7 +77,24 @@ class GradientBytes:
             shares = [self._norm(g, order) for g in every]
             for g, share, norm in zip(every, shares, self._collector.norms(shares, order), strict=True):
                 g.whole_norms[order] = (norm, share)
+        if self._device.type == "cuda" and any(g.span is None and order not in g.norms for g in generations):
+            self._norm_together([g for g in (*self.current(), *generations) if g.span is None], order)
         return [g.whole_norms[order][0] if g.span is not None else self._norm(g, order) for g in generations]
+
+    def _norm_together(self, generations: Sequence[Generation], order: float) -> None:
+        """Those that are on the device and as they came: a few kernels for all of them."""
+        alike: dict[tuple[torch.dtype, int], list[Generation]] = {}
+        for g in {id(g): g for g in generations}.values():
+            plain = not (g.lent or g.zero or g.todo or order in g.norms)
+            if plain and g.value is not None and g.value.device == self._device:
+                alike.setdefault((g.dtype, id(g.factor)), []).append(g)
+        for found in alike.values():
+            if len(found) > 1:
+                for g in found:
+                    self._executor.wait(Key(Kind.REDUCE, g.unit))
+                for g, norm in zip(found, Generation.norms_of(found, order), strict=True):
+                    g.norms[order] = norm
+                    g.raw_norm = norm if order == 2.0 else g.raw_norm
 
     def _known(self, generation: Generation, order: float) -> bool:
         return order in generation.whole_norms and generation.whole_norms[order][1] is generation.norms.get(order)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from overspill.runtime.generation import Change, Generation, full_dtype
+from overspill.runtime.generation import Change, Generation, full_dtype, number
 from overspill.runtime.gradients import Gradients
+from overspill.units.local import local_of
 
 aten = torch.ops.aten
 
@@ -87,12 +88,19 @@ class GradHandle(torch.Tensor):
             if packet is aten.linalg_vector_norm and len(args) <= 2 and not kwargs:
                 return _norm(first, args[1] if len(args) > 1 else 2.0)
             if packet in LATER:
-                _write_down(first, lambda g, *rest: func(g, *rest, **kwargs), args[1:])
+                _write_down(first, lambda g, *rest: func(g, *rest, **kwargs), args[1:], packet is aten.mul_)
                 return first
             rewritten = packet in (aten.add_, aten.zero_, aten.copy_, aten.fill_)
             if rewritten and (not first.generation.lent or (packet is aten.add_ and first._book.reduces())):
                 return _rewrite(packet, first, args, kwargs)
         return _at_once(func, args, kwargs)
+
+
+def gradient_of(p: Tensor) -> Generation | None:
+    """The gradient in `p.grad`, if it is one of ours."""
+    gradient = p.grad
+    part = None if gradient is None else local_of(gradient)
+    return part.generation if isinstance(part, GradHandle) else None
 
 
 def _bytes(x: Any) -> Any:
@@ -105,9 +113,11 @@ def _memory(x: Any) -> Any:
     return x._book.lend(x._cell) if isinstance(x, GradHandle) else x
 
 
-def _write_down(handle: GradHandle, run: Callable[..., object], operands: tuple[Any, ...]) -> None:
+def _write_down(
+    handle: GradHandle, run: Callable[..., object], operands: tuple[Any, ...], multiplies: bool = False
+) -> None:
     """The change may be made much later, so with the operands as they are now."""
-    handle.generation.change(Change.of(run, tree_map(_bytes, operands), handle.generation.spec))
+    handle.generation.change(Change.of(run, tree_map(_bytes, operands), handle.generation.spec, multiplies))
 
 
 def _norm(handle: GradHandle, order: float) -> Tensor:
@@ -165,7 +175,9 @@ def _zero_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 
 
 def _later_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    lists = [isinstance(a, list | tuple) for a in args[1:]]
+    lists, multiplies = [isinstance(a, list | tuple) for a in args[1:]], func.overloadpacket is aten._foreach_mul_
+    # One copy of a number for all of them.
+    args = (args[0], *(number(a) if isinstance(a, Tensor) and a.numel() == 1 else a for a in args[1:]))
 
     def run(g: Tensor, *rest: Any) -> None:
         func([g], *([a] if listed else a for a, listed in zip(rest, lists, strict=True)))
@@ -173,7 +185,7 @@ def _later_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     for i, x in enumerate(args[0]):
         operands = tuple(a[i] if listed else a for a, listed in zip(args[1:], lists, strict=True))
         if isinstance(x, GradHandle):
-            _write_down(x, run, operands)
+            _write_down(x, run, operands, multiplies)
         else:
             run(x, *operands)
 

@@ -1,7 +1,10 @@
-"""Updates by our own rules (kernels/reference.py), on pieces of flat memory."""
+"""Updates by our own rules, on pieces of flat memory: by kernels/reference.py, or by the same in one kernel."""
 
+import functools
+import importlib.util
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +18,28 @@ from overspill.runtime.generation import as_flat
 from overspill.runtime.masters import Masters
 from overspill.runtime.pages import Pages, arrays_of
 from overspill.runtime.ranks import Meeting
-from overspill.runtime.updates import Share
+from overspill.runtime.updates import AsKept, Share
 from overspill.specs import KERNEL_PIECE, PartSpec
 from overspill.units.unit import Unit
+
+log = logging.getLogger("overspill")
+
+
+Fast = Callable[[Tensor, Tensor | None, AsKept, Sequence[Tensor]], Callable[[Mapping[str, Any], int], None]]
+"""(weights, what is kept of their masters, gradient, fields) -> what updates them with hyperparameters and a step."""
+
+
+def one_kernel(name: str, device: torch.device) -> Fast | None:
+    """The rule in one kernel, where there are such kernels; it gives the same bits."""
+    if device.type != "cuda":
+        return None
+    if importlib.util.find_spec("triton") is None:
+        log.warning("updates run piece by piece in plain torch, which is slower: there is no triton; install it")
+        return None
+    from overspill.kernels import gpu
+
+    rule = gpu.RULES[name]
+    return lambda weight, kept, gradient, fields: functools.partial(rule, gpu.Elements(weight, kept, *gradient, fields))
 
 
 class KernelUpdate:
@@ -27,6 +49,7 @@ class KernelUpdate:
         self, rule: Rule, units: Sequence[Unit], pages: Pages, masters: Masters, collector: Collector | None
     ) -> None:
         self._rule = rule
+        self._fast = one_kernel(rule.name, pages.device)
         self._collector = collector if collector is not None and collector.divided else None
         if collector is not None:
             collector.gives[Meeting.STATE] = self._share
@@ -35,6 +58,7 @@ class KernelUpdate:
         self._pages = pages
         self._masters = masters
         self._steps: Counter[tuple[int, int]] = Counter()
+        self._views: dict[tuple[int, ...], list[Tensor]] = {}
         self._aside: dict[tuple[int, int], Mapping[str, Any]] = {}
         """States of parameters that were trained before and are frozen now."""
 
@@ -44,22 +68,40 @@ class KernelUpdate:
     def run(self, unit: int, page: int, shares: Sequence[Share]) -> None:
         memory = self._pages.make(unit, page)
         for share in shares:
-            kept, *fields = self._arrays(unit, page, share.part, memory)
+            kept, *fields = self._cached(unit, page, share.part, memory)
             self._masters.current(unit, page, share.part, kept)
             weight = self._units[unit].elements(share.due.param, share.part.begin, share.part.end)
             step = self._steps[unit, share.due.param]
             rounded = (unit, share.due.param) in self._masters
-            for begin in range(0, share.part.numel, KERNEL_PIECE):
-                end = min(begin + KERNEL_PIECE, share.part.numel)
-                master = join(weight[begin:end], kept[begin:end]) if rounded else weight[begin:end]
-                gradient = share.piece(begin, end)
-                self._rule.apply(master, gradient, [f[begin:end] for f in fields], share.hypers, step)
-                if rounded:
-                    split(master, weight[begin:end], kept[begin:end])
+            as_kept = share.as_kept() if self._fast is not None else None
+            if self._fast is not None and as_kept is not None:
+                self._fast(weight, kept if rounded else None, as_kept, fields)(share.hypers, step)
+            else:
+                self._by_pieces(share, weight, kept if rounded else None, fields, step)
             self._masters.edits.updated(unit, share.part)
+
+    def _by_pieces(self, share: Share, weight: Tensor, kept: Tensor | None, fields: list[Tensor], step: int) -> None:
+        for begin in range(0, share.part.numel, KERNEL_PIECE):
+            end = min(begin + KERNEL_PIECE, share.part.numel)
+            gradient, own = share.piece(begin, end), [f[begin:end] for f in fields]
+            if self._fast is not None:
+                rest = None if kept is None else kept[begin:end]
+                self._fast(weight[begin:end], rest, (gradient, ()), own)(share.hypers, step)
+                continue
+            master = weight[begin:end] if kept is None else join(weight[begin:end], kept[begin:end])
+            self._rule.apply(master, gradient, own, share.hypers, step)
+            if kept is not None:
+                split(master, weight[begin:end], kept[begin:end])
 
     def _arrays(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> list[Tensor]:
         return arrays_of(self._pages.model.format, self._pages.spec(unit, page), part, memory)
+
+    def _cached(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> list[Tensor]:
+        """As `_arrays`, of memory on the device: resident pages and slots are the same again and again."""
+        key = (unit, page, part.param, part.begin, memory.data_ptr())
+        if key not in self._views:
+            self._views[key] = self._arrays(unit, page, part, memory)
+        return self._views[key]
 
     # --- from outside, while nothing is in flight
 

@@ -1,10 +1,10 @@
 """Lanes: who runs ops, each in its own order, side by side with the others.
 
-Note [Tickets]: a ticket stands for work given to a lane. On the CPU it is done when the work is done. On cuda the
-lane's thread only *issues* the work on the lane's stream and records an event behind it; the ticket is ready when
-that event is recorded. Whoever needs the result waits on the host until the work is issued and lets its own stream
-wait for the event: the host never waits for a copy. Waiting on an event that was not yet recorded would be a
-silent no-op, so the event only becomes visible through the finished future.
+Note [Tickets]: a ticket stands for work given to a lane. On the CPU it is done when the work is done. On cuda work is
+only *issued* on the lane's stream, at once or by the lane's thread, and an event is recorded behind it; the ticket is
+ready when that event is recorded. Whoever needs the result waits on the host until the work is issued and lets its own
+stream wait for the event: the host never waits for a copy. Waiting on an event that was not yet recorded would be a
+silent no-op, so the event only becomes visible through a ticket that is ready.
 """
 
 import time
@@ -18,6 +18,8 @@ from overspill.tiers import workers
 from overspill.trace import Recorder
 
 Work = Callable[[], None]
+INLINE = (Lane.UP, Lane.DOWN, Lane.UPDATE)
+"""Lanes whose work on cuda is only put on a stream, which whoever hands it out can do."""
 DEVICE_CYCLES_PER_SECOND = 1_500_000_000
 """For injected delays only: about what a GPU's clock ticks."""
 
@@ -25,20 +27,38 @@ DEVICE_CYCLES_PER_SECOND = 1_500_000_000
 class Ticket:
     """See Note [Tickets]."""
 
-    def __init__(self, future: "Future[torch.cuda.Event | None]", device: torch.device) -> None:
-        self._future = future
+    def __init__(
+        self, work: "Future[torch.cuda.Event | None] | torch.cuda.Event", device: torch.device, stream: int = 0
+    ) -> None:
+        self._work = work
         self._device = device
+        self._stream = stream
+        """Whose event it is, if that is known."""
 
-    def wait(self) -> None:
-        """Make what the current stream (on the CPU: the current thread) does next come after this work."""
-        event = self._future.result()
+    def _event(self) -> torch.cuda.Event | None:
+        return self._work.result() if isinstance(self._work, Future) else self._work
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Make what this stream, or the current one (on the CPU: the current thread), does next come after this
+        work."""
+        event = self._event()
         if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+            here = torch.cuda.current_stream(self._device) if stream is None else stream
+            if not self._stream or here.cuda_stream != self._stream:
+                here.wait_event(event)
+
+    @property
+    def over(self) -> bool:
+        """Whether the work is done."""
+        if isinstance(self._work, Future) and not self._work.done():
+            return False
+        event = self._event()
+        return event is None or bool(event.query())
 
     def finish(self) -> None:
         """Block until the work is done."""
-        event = self._future.result()
-        if event is not None:
+        event = self._event()
+        if event is not None and not event.query():
             event.synchronize()
 
 
@@ -55,9 +75,13 @@ class Lanes:
     def _thread(self, lane: Lane) -> ThreadPoolExecutor:
         if lane not in self._threads:
             self._threads[lane] = workers(1, f"overspill-{lane}")
-            if self.device.type == "cuda":
-                self._streams[lane] = torch.cuda.Stream(self.device)
         return self._threads[lane]
+
+    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+        if lane not in self._streams:
+            # Updates are short, and whole copies wait for them: they go before what computes meanwhile.
+            self._streams[lane] = torch.cuda.Stream(self.device, priority=-1 if lane == Lane.UPDATE else 0)
+        return self._streams[lane]
 
     def compute(self, op: Op, work: Work, waits: Sequence[Ticket]) -> None:
         """Run on the caller's thread and stream, behind `waits`."""
@@ -67,35 +91,48 @@ class Lanes:
             self._delay(op.kind)
             work()
 
-    def submit(self, op: Op, work: Work, waits: Sequence[Ticket]) -> Ticket:
-        """Hand to a side lane, behind `waits` and behind what the caller's stream has been given so far."""
-        thread = self._thread(op.lane)
-        here = None
-        if self.device.type == "cuda":
-            here = torch.cuda.Event()
-            here.record(torch.cuda.current_stream(self.device))
-        return Ticket(thread.submit(self._run, op, work, waits, here), self.device)
-
-    def _run(
-        self, op: Op, work: Work, waits: Sequence[Ticket], here: torch.cuda.Event | None
-    ) -> torch.cuda.Event | None:
-        if here is None:
-            for ticket in waits:
-                ticket.wait()
-            with self._recorder.span(op.lane, op.kind, _detail(op)):
-                self._delay(op.kind)
-                work()
+    def mark(self) -> Ticket | None:
+        """A ticket for all that the caller's stream has been given so far."""
+        if self.device.type != "cuda":
             return None
-        stream = self._streams[op.lane]
-        with torch.cuda.stream(stream):
-            stream.wait_event(here)
-            for ticket in waits:
-                ticket.wait()
-            with self._recorder.span(op.lane, op.kind, _detail(op)):
-                self._delay(op.kind)
-                work()
-            done = torch.cuda.Event()
-            done.record(stream)
+        stream = torch.cuda.current_stream(self.device)
+        return Ticket(stream.record_event(), self.device, stream.cuda_stream)
+
+    def submit(self, op: Op, work: Work, waits: Sequence[Ticket]) -> Ticket | None:
+        """Hand to a side lane, behind `waits` and, if it is not free, behind what the caller's stream has been given so
+        far. No ticket: it is done already."""
+        if self.device.type != "cuda":
+            if op.lane == Lane.UPDATE:
+                self._run(op, work, waits)
+                return None
+            return Ticket(self._thread(op.lane).submit(self._run, op, work, waits), self.device)
+        here = None if op.free else self.mark()
+        behind = [*waits, here] if here is not None else waits
+        stream = self._stream(op.lane)
+        if op.lane in INLINE:
+            return Ticket(self._issue(op, work, behind), self.device, stream.cuda_stream)
+        return Ticket(self._thread(op.lane).submit(self._issue, op, work, behind), self.device)
+
+    def _run(self, op: Op, work: Work, waits: Sequence[Ticket]) -> None:
+        for ticket in waits:
+            ticket.wait()
+        with self._recorder.span(op.lane, op.kind, _detail(op)):
+            self._delay(op.kind)
+            work()
+
+    def _issue(self, op: Op, work: Work, waits: Sequence[Ticket]) -> torch.cuda.Event:
+        stream, before = self._streams[op.lane], torch.cuda.current_stream(self.device)
+        for ticket in waits:
+            ticket.wait(stream)
+        # Not torch's context: it asks for the current stream twice more.
+        torch.cuda.set_stream(stream)
+        try:
+            self._run(op, work, ())
+        finally:
+            torch.cuda.set_stream(before)
+        # Blocking: whoever waits for it on the host sleeps.
+        done = torch.cuda.Event(blocking=True)
+        done.record(stream)
         return done
 
     def _delay(self, kind: Kind) -> None:
@@ -125,8 +162,11 @@ class Tickets:
     def __init__(self) -> None:
         self._latest: dict[Key, Ticket] = {}
 
-    def put(self, key: Key, ticket: Ticket) -> None:
-        self._latest[key] = ticket
+    def put(self, key: Key, ticket: Ticket | None) -> None:
+        if ticket is None:
+            self._latest.pop(key, None)
+        else:
+            self._latest[key] = ticket
 
     def of(self, keys: Sequence[Key]) -> list[Ticket]:
         """The tickets of these keys that may still be worth waiting for."""

@@ -55,6 +55,8 @@ class SpilledOptimizer(torch.optim.Optimizer):
         self._report = report
         self._patch_step_function()
         _take_states(optimizer, engine)
+        if engine.parts.eager:
+            engine.be_eager(self.param_groups)
         # A scheduler made before prepare has put a step of its own here; it comes back with `revive`.
         self._given_step = vars(optimizer).get("step")
         optimizer.step = _refuse_step  # type: ignore[assignment,method-assign]
@@ -87,6 +89,9 @@ class SpilledOptimizer(torch.optim.Optimizer):
         params = list(self.engine.model.parameters())
         if all(p.grad is None for p in params):
             raise StateError("expected gradients to clip, found none on any parameter; call loss.backward() first")
+        if foreach is None and self.engine.executor.lanes.device.type == "cuda":
+            # torch would do so for plain gradients: the same bits in fewer kernels.
+            foreach = True
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

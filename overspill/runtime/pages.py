@@ -8,6 +8,7 @@ from torch import Tensor
 from overspill.program import Key, Kind, Op
 from overspill.runtime.executor import Executor, Handler
 from overspill.runtime.lanes import Work
+from overspill.runtime.ring import Ring
 from overspill.specs import ModelSpec, PageSpec, PartSpec, StateFormat, align
 from overspill.tiers import Slot, Tier
 
@@ -41,6 +42,7 @@ class Pages:
         self._here: dict[tuple[int, int], Tensor] = {}
         """Pages that live on the device, and those that are there for an update."""
         self._filled: set[tuple[int, int]] = set()
+        self.ring = Ring(model, executor.program.placements, self.device)
         for u, unit in enumerate(model.units):
             for i, page in enumerate(unit.pages):
                 nbytes = arrays_bytes(model.format, page)
@@ -66,24 +68,50 @@ class Pages:
         """The page's bytes on the device; zeros, if it has none yet."""
         if (unit, page) not in self._here:
             nbytes = self.spec(unit, page).state_bytes
-            self._here[unit, page] = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            passing = self.home(unit, page) is not None
+            self._here[unit, page] = (
+                self.ring.memory((unit, page))[:nbytes].zero_()
+                if passing
+                else torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            )
         return self._here[unit, page]
 
+    def passing_bytes(self, unit: int, page: int) -> int:
+        """Of the page's state, what passes through the ring."""
+        return self.spec(unit, page).state_bytes if self.home(unit, page) is not None else 0
+
+    def enter(self, op: Op) -> None:
+        """A page gets the slot that the op names; the page that had it before leaves."""
+        old = self.ring.put(op.slot, (op.unit, op.item))
+        if old is not None:
+            self._forget(old)
+
     def drop(self, unit: int, page: int) -> None:
-        if self.home(unit, page) is not None:
-            self._here.pop((unit, page), None)
+        self.ring.drop((unit, page))
+        self._forget((unit, page))
+
+    def _forget(self, page: tuple[int, int]) -> None:
+        if self.home(*page) is not None:
+            self._here.pop(page, None)
 
     # --- ops
 
     def _fetch(self, op: Op) -> Work:
         home, key = self.home(op.unit, op.item), (op.unit, op.item)
         assert home is not None, "only a page that lives elsewhere is fetched"
+        self.enter(op)
+        self._here.pop(key, None)
         if key not in self._filled:
-            # Nothing to fetch yet; the page is made when the optimizer has made its states, beside no other copy.
-            return _nothing
-        page = torch.empty(op.nbytes, dtype=torch.uint8, device=self.device)
+            # Nothing to fetch yet; the page is made when the optimizer has made its states.
+            return lambda: self.ring.wait(key)
+        page = self.ring.memory(key)[: op.nbytes]
         self._here[key] = page
-        return lambda: home[0].load(home[1], page)
+
+        def fetch() -> None:
+            self.ring.wait(key)
+            home[0].load(home[1], page)
+
+        return fetch
 
     def _store(self, op: Op) -> Work:
         home, page = self.home(op.unit, op.item), self._here.get((op.unit, op.item))

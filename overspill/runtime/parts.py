@@ -12,7 +12,7 @@ from torch import Tensor
 
 from overspill.errors import BudgetError
 from overspill.kernels.reference import Rule
-from overspill.program import Program
+from overspill.program import Lane, Program
 from overspill.runtime.adopt import Source, adopt
 from overspill.runtime.collect import Collector
 from overspill.runtime.executor import Executor
@@ -23,9 +23,11 @@ from overspill.runtime.kernel_update import KernelUpdate
 from overspill.runtime.lanes import Lanes
 from overspill.runtime.masters import Masters
 from overspill.runtime.own_update import OwnUpdate
+from overspill.runtime.pager import Pager
 from overspill.runtime.pages import Home, Pages
 from overspill.runtime.ranks import Ranks
 from overspill.runtime.reduction import Reduction
+from overspill.runtime.ring import Ring
 from overspill.runtime.scaling import LossScale
 from overspill.runtime.updates import Update, Updates
 from overspill.runtime.weights import Weights
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("overspill")
 
 Tiers = dict[TierName, Tier]
+
+PAGED = {"cuda"}
+"""Kinds of devices on which updates run ahead of their use. Without a GPU they would take cores from the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,8 @@ class Parts:
     scale: LossScale | None
     """Under fp16."""
     made: Made
+    eager: bool = False
+    """Whether updates begin in the backward pass."""
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -152,7 +159,7 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
     units = tuple(adopt(layout, homes, pages, materials.source))
     collector = Collector(model.units, model.sharding, ranks, executor) if ranks is not None else None
     reduction = Reduction(model.units, model.sharding, comm, executor) if comm is not None else None
-    own_bytes = GradientBytes(grad_homes, _Wider(program, tiers, materials.extend), executor, collector)
+    own_bytes = GradientBytes(grad_homes, _Wider(program, tiers, materials.extend, pages.ring), executor, collector)
     grads = Gradients(units, own_bytes, executor, reduction)
     masters = Masters(units, pages, collector)
     optimizer, rule = materials.optimizer, materials.rule
@@ -167,6 +174,8 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
     if reduction is not None and ranks is not None:
         executor.handle(reduction.handlers())
         ranks.width, ranks.widen = reduction.width, reduction.widen
+    if materials.device.type in PAGED and program.update_lane == Lane.UPDATE and not program.shares_room:
+        executor.pager = Pager(executor, materials.device)
     return Made(units, executor, grads, masters, update, updates, recorder, ranks, collector)
 
 
@@ -185,8 +194,9 @@ def _reserve(tiers: Mapping[TierName, Tier], name: TierName, nbytes: int) -> Hom
 class _Wider:
     """Gives wide gradients a home. See gradient_bytes.py, Note [Unplanned width]."""
 
-    def __init__(self, program: Program, tiers: Tiers, extend: Extend) -> None:
+    def __init__(self, program: Program, tiers: Tiers, extend: Extend, ring: Ring) -> None:
         self._program = program
+        self._ring = ring
         self._tiers = tiers
         self._extend = extend
         self._extended: dict[TierName, Tier | None] = {}
@@ -197,6 +207,7 @@ class _Wider:
             # For all gradients of the tier at once: they will all be summed.
             total = sum(align(self._bytes(p), BLOCK) for p in self._params(tier))
             self._extended[tier] = self._extend(tier, total)
+            self._ring.widen()
             log.warning(
                 "a second backward pass before step(): gradients are summed in fp32, for which %s more are taken on "
                 "%s; say micro_batches=2 (or how many there are) to prepare, so that the plan counts them",

@@ -78,7 +78,9 @@ class Residency:
         """See Note [Who is open when]."""
         if self.full:
             return frozenset(range(len(self._units)))
-        self._visited = {u for u in self._visited if self._units[u].viewed}
+        if self._visited:
+            with self._executor.lock:
+                self._visited = {u for u in self._visited if self._units[u].viewed}
         running = self._behind if torch._C._current_graph_task_id() != -1 else ()
         return frozenset(self._visited.union(running, (u for u, depth in enumerate(self._depth) if depth)))
 
@@ -95,13 +97,18 @@ class Residency:
             for _ in range(depth):
                 self.exit((u,))
 
+    def _current(self, units: tuple[int, ...]) -> bool:
+        """Whether nothing is to be done before they are used, as most of the time where weights live on the device."""
+        state, away = self._executor.state, self._executor.program.away
+        return all(u not in state.pending and u in state.gathered and not away(u) for u in units)
+
     # --- calls of modules, and backward
 
     def enter(self, units: tuple[int, ...]) -> None:
         self.turns.take()
         if self._scale is not None:
             self._scale.check_inside()
-        if any(self._depth[u] == 0 for u in units):
+        if any(self._depth[u] == 0 for u in units) and not self._current(units):
             self.need(units)
         for u in units:
             if self._depth[u] == 0:

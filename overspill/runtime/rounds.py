@@ -17,9 +17,8 @@ from torch.autograd import Variable
 
 from overspill.errors import RankError
 from overspill.program import Flush, Join, Kind
-from overspill.runtime.generation import Generation
 from overspill.runtime.gradient_bytes import GradientBytes
-from overspill.runtime.handle import GradHandle
+from overspill.runtime.handle import GradHandle, gradient_of
 from overspill.runtime.parts import Parts
 from overspill.runtime.ranks import Meeting, Point
 from overspill.runtime.residency import Residency
@@ -50,7 +49,6 @@ class Rounds:
         self._held = 0
         """How many `no_sync` contexts are open."""
         self._reduced.synced = lambda: not self._held or self._zero >= 2
-        self._grads.bytes.current = self._current
         assert parts.made.collector is not None, "only over ranks"
         parts.made.collector.gives[Meeting.GRADIENT] = partial(_share, units, self._grads.bytes)
         self._ranks.phase, self._ranks.held = self._phase, residency.held
@@ -59,16 +57,6 @@ class Rounds:
             Meeting.REDUCE: self._join,
             Meeting.OVER: lambda point: self._exchange(),
         }
-
-    def _current(self) -> list[Generation]:
-        found = (self._generation(unit, param) for unit, param in self._places)
-        return [generation for generation in found if generation is not None]
-
-    def _generation(self, unit: int, param: int) -> Generation | None:
-        """The gradient in `p.grad`, if it is one of ours."""
-        gradient = self._units[unit].params[param].grad
-        part = None if gradient is None else local_of(gradient)
-        return part.generation if isinstance(part, GradHandle) else None
 
     def _phase(self) -> str:
         backward = torch._C._current_graph_task_id() != -1
@@ -99,7 +87,7 @@ class Rounds:
 
     def end(self) -> None:
         """A backward pass is over, or a step begins."""
-        held = [generation for generation in self._current() if generation.local]
+        held = [generation for generation in self._grads.bytes.current() if generation.local]
         if not self._arrived and not self._executor.state.arrived and not held:
             return
         for generation in held:
@@ -128,7 +116,7 @@ class Rounds:
     def _claim(self, union: set[Place]) -> None:
         """What others brought, of parameters that got a gradient on some rank."""
         for unit, param in sorted(union & self._reduced.unclaimed.keys()):
-            p, held = self._units[unit].params[param], self._generation(unit, param)
+            p, held = self._units[unit].params[param], gradient_of(self._units[unit].params[param])
             generation = self._reduced.adopt(unit, param, (self._units[unit].spec.params[param], held))
             if generation is not held:
                 p.grad = None

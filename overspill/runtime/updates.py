@@ -18,11 +18,15 @@ from overspill.runtime.gradients import Gradients
 from overspill.runtime.lanes import Work
 from overspill.runtime.masters import Masters
 from overspill.runtime.pages import Pages
-from overspill.specs import PartSpec
+from overspill.specs import PartSpec, align
+
+MOST_FACTORS = 2
+"""An undone loss scale and a clip factor."""
+AsKept = tuple[Tensor, Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class Taken:
     """One parameter's part of a step: the generation it took and how many of its changes count."""
 
     param: int
@@ -35,7 +39,7 @@ class Job:
     """What one parameter group asked of one unit at `step()`."""
 
     hypers: Mapping[str, Any]
-    due: tuple[Due, ...]
+    due: tuple[Taken, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class Share:
     """What an update of a page has to do for one part of it."""
 
     hypers: Mapping[str, Any]
-    due: Due
+    due: Taken
     part: PartSpec
     staged: Tensor | None
     """The part's gradient, flat, where that does not live on the device: as its bytes were kept."""
@@ -62,6 +66,20 @@ class Share:
         for change in generation.todo[: self.due.changes]:
             change.on_piece(piece, first + begin)
         return piece
+
+    def as_kept(self) -> AsKept | None:
+        """The part's gradient as its bytes are, and the numbers on the device that it is to be multiplied with; None:
+        it takes more than that."""
+        generation, first = self.due.generation, self.part.begin
+        factors = [change.factor for change in generation.todo[: self.due.changes]]
+        if generation.narrow and generation.factor is not None:
+            factors.insert(0, generation.factor)
+        if generation.zero or len(factors) > MOST_FACTORS:
+            return None
+        known = tuple(f for f in factors if f is not None and f.device == self.device)
+        if len(known) < len(factors):
+            return None
+        return (self._own(first, self.part.end) if self.staged is None else self.staged), known
 
     def whole(self) -> Tensor:
         """The part's gradient, of the shape of the parameter if the part is all of it; the bytes in `p.grad`
@@ -123,7 +141,13 @@ class Updates:
         """(unit, page) -> (parameter, first element) -> gradients that are there for an update."""
 
     def handlers(self) -> dict[Kind, Handler]:
-        return {Kind.PAGE_GRADS: self._fetch, Kind.UPDATE: self._run, Kind.PAGE_DROP: self._drop}
+        return {
+            Kind.DUE: lambda op: _nothing,
+            Kind.PAGE_GRADS: self._fetch,
+            Kind.UPDATE: self._run,
+            Kind.UPDATED: self._let_go,
+            Kind.PAGE_DROP: self._drop,
+        }
 
     def put(self, unit: int, jobs: tuple[Job, ...]) -> None:
         assert unit not in self._pending, "an older update of the unit must be drained before the next is due"
@@ -134,33 +158,39 @@ class Updates:
         self._masters.edits.due([(unit, param) for param in due])
         self._update.due(unit, due)
 
-    def _shares(self, op: Op) -> list[Share]:
+    def _shares(self, unit: int, page: int) -> list[Share]:
         parts: dict[int, list[PartSpec]] = {}
-        for part in self._pages.spec(op.unit, op.item).parts:
+        for part in self._pages.spec(unit, page).parts:
             parts.setdefault(part.param, []).append(part)
-        staged = self._staged.get((op.unit, op.item), {})
+        staged = self._staged.get((unit, page), {})
         return [
             Share(job.hypers, due, part, staged.get((part.param, part.begin)), self._pages.device)
-            for job in self._pending.get(op.unit, ())
+            for job in self._pending.get(unit, ())
             for due in job.due
             for part in parts.get(due.param, ())
         ]
 
     def _fetch(self, op: Op) -> Work:
         """Bring the page's gradients to the device; those that are there already are copied."""
+        key = (op.unit, op.item)
         staged: dict[tuple[int, int], Tensor] = {}
         loads: list[Work] = []
+        self._pages.enter(op)
+        slot, at = self._pages.ring.memory(key), self._pages.passing_bytes(*key)
 
         def load() -> None:
+            self._pages.ring.wait(key)
             for each in loads:
                 each()
 
-        for share in self._shares(op):
+        for share in self._shares(*key):
             dtype = share.due.generation.dtype
-            value = torch.empty(share.part.numel, dtype=dtype, device=self._pages.device)
+            nbytes = share.part.numel * dtype.itemsize
+            value = slot[at : at + nbytes].view(dtype)
+            at += align(nbytes)
             staged[share.part.param, share.part.begin] = value
             loads.append(self._load(share.due.generation, share.part, value))
-        self._staged[op.unit, op.item] = staged
+        self._staged[key] = staged
         return load
 
     def _load(self, generation: Generation, part: PartSpec, value: Tensor) -> Work:
@@ -180,21 +210,31 @@ class Updates:
 
     def _run(self, op: Op) -> Work:
         def run() -> None:
-            shares = self._shares(op)
-            if op.item == len(self._pages.model.units[op.unit].pages) - 1:
-                del self._pending[op.unit]
-            if shares:
-                with torch.inference_mode(False), torch.no_grad():
-                    self._update.run(op.unit, op.item, shares)
+            pages = range(len(self._pages.model.units[op.unit].pages)) if op.item < 0 else (op.item,)
+            for page in pages:
+                shares = self._shares(op.unit, page)
+                if shares:
+                    self._update.run(op.unit, page, shares)
+                self._staged.pop((op.unit, page), None)
 
         return run
 
+    def _let_go(self, op: Op) -> Work:
+        """The compute lane is behind the update, so the gradients' memory may be used for something else."""
+
+        def let_go() -> None:
+            self._pending.pop(op.unit, None)
+
+        return let_go
+
     def _drop(self, op: Op) -> Work:
         def drop() -> None:
-            self._staged.pop((op.unit, op.item), None)
             self._pages.drop(op.unit, op.item)
 
         return drop
+
+
+def _nothing() -> None: ...
 
 
 def _copy(to: Tensor, source: Tensor) -> None:

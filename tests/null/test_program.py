@@ -7,7 +7,23 @@ import pytest
 import torch
 
 from overspill.plan.simulate import simulate, step_events
-from overspill.program import Begin, Event, Grad, Key, Kind, Lane, Mark, Need, Op, Program, Settle, Step, react, start
+from overspill.program import (
+    Ahead,
+    Begin,
+    Event,
+    Grad,
+    Key,
+    Kind,
+    Lane,
+    Mark,
+    Need,
+    Op,
+    Program,
+    Settle,
+    Step,
+    react,
+    start,
+)
 from overspill.specs import Limits, ModelSpec, PageSpec, ParamSpec, PartSpec, Placement, Span, Stripe, UnitSpec, align
 
 TIERS = ("device", "host", "nvme")
@@ -49,6 +65,7 @@ def random_events(rng: random.Random, units: int, count: int) -> list[Event]:
     events: list[Event] = []
     for _ in range(count):
         kind = rng.randrange(8)
+        events += [Ahead()] * rng.randrange(4)
         u = rng.randrange(units)
         if kind < 4:
             events.append(Need((u,), rng.choice(("train", "eval"))))
@@ -70,7 +87,8 @@ class Machine:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.here: set[int] = set()
-        self.pages: set[tuple[int, int]] = set()
+        self.pages: dict[int, tuple[int, int]] = {}
+        """Slot -> (unit, page)."""
         self.grads: set[tuple[int, int]] = set()
         self.done: set[Key] = set()
 
@@ -82,21 +100,27 @@ class Machine:
         elif op.kind == Kind.RELEASE:
             assert unit in self.here
             self.here.remove(unit)
-        elif op.kind in (Kind.STORE, Kind.OPEN, Kind.UPDATE):
+        elif op.kind in (Kind.STORE, Kind.OPEN, Kind.UPDATED):
             assert home.weight == "device" or unit in self.here
         elif op.kind in (Kind.STATE_FETCH, Kind.PAGE_GRADS):
-            assert not self.grads, "pages and gradients pass together"
-            self.pages.add((unit, op.item))
+            assert not (self.grads and self.program.shares_room), "pages and gradients pass together"
+            if self.pages.get(op.slot, (unit, op.item)) != (unit, op.item):
+                assert Key(Kind.UPDATE, *self.pages[op.slot]) in op.done, "a slot is taken before it is free"
+            self.pages[op.slot] = (unit, op.item)
+        elif op.kind == Kind.UPDATE:
+            assert home.weight == "device" or unit in self.here
+            passes = home.state != "device" or home.grad != "device"
+            assert passes == (op.item >= 0), "pages that pass are updated one by one, others together"
+            assert not passes or (unit, op.item) in self.pages.values(), "a page is updated that is not there"
         elif op.kind == Kind.PAGE_DROP:
-            self.pages.discard((unit, op.item))
+            assert self.pages.pop(op.slot) == (unit, op.item)
         elif op.kind == Kind.GRAD_STORE:
-            assert not self.pages, "pages and gradients pass together"
+            assert not (self.pages and self.program.shares_room), "pages and gradients pass together"
             self.grads.add((unit, op.item))
         elif op.kind == Kind.GRAD_DROP:
             self.grads.remove((unit, op.item))
-        assert len({u for u, _ in self.pages}) <= 2
-        assert len(self.pages) <= self.program.limits.depth
-        assert op.lane == Lane.COMPUTE or op.nbytes > 0
+        assert all(slot < self.program.limits.depth for slot in self.pages)
+        assert op.lane in (Lane.COMPUTE, Lane.UPDATE) or op.nbytes > 0
         self.done.add(op.key)
 
 
@@ -117,7 +141,7 @@ def test_ops_are_legal_whatever_happens(seed: int) -> None:
             assert all(u in machine.here or placements[u].weight == "device" for u in event.units)
             assert not state.pending & set(event.units), "an update is done before its unit is used"
         if isinstance(event, Settle) and event.units is None:
-            assert not state.pending and not state.changed and not machine.pages and not machine.grads
+            assert not state.pending and not state.changed and not machine.grads
         window = sum(made.model.units[u].weight_bytes for u in machine.here)
         kept = sum(made.model.units[u].weight_bytes for u in before.pinned | state.pinned if u in machine.here)
         assert window <= made.limits.window + kept

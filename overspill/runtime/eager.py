@@ -1,0 +1,99 @@
+"""update="eager": the update of a unit begins in the backward pass, as soon as its gradients are complete.
+
+Nothing may change a gradient between that moment and `step()`, so there is no clipping by a norm of all. And somebody
+must say which backward pass is the last before `step()`: all are, but those inside of `no_sync()`. What would be
+silently different from a plain loop is refused.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from overspill.errors import StateError
+from overspill.runtime.generation import Generation
+from overspill.runtime.handle import gradient_of
+from overspill.units.unit import Unit
+
+Take = Callable[[int, list[dict[str, Any]]], None]
+"""(unit, groups with the unit's own parameters): its update is due."""
+
+
+class Eager:
+    """Counts the gradients of each unit."""
+
+    def __init__(self, units: Sequence[Unit], groups: list[dict[str, Any]], take: Take) -> None:
+        self._units = units
+        self._groups = groups
+        self._take = take
+        place = {id(p): u for u, unit in enumerate(units) for p in unit.params}
+        self._members: dict[int, list[tuple[int, list[nn.Parameter]]]] = {}
+        for g, group in enumerate(groups):
+            own: dict[int, list[nn.Parameter]] = {}
+            for p in group["params"]:
+                if p.requires_grad:
+                    own.setdefault(place[id(p)], []).append(p)
+            for unit, params in own.items():
+                self._members.setdefault(unit, []).append((g, params))
+        self._missing: dict[int, set[int]] = {}
+        self._taken: dict[int, list[tuple[nn.Parameter, Generation]]] = {}
+        self._held = 0
+        """How many `no_sync` contexts are open."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+
+    def arrived(self, unit: int, param: int) -> None:
+        """A gradient is there, with all that this backward pass adds to it."""
+        name = self._units[unit].spec.params[param].name
+        if unit in self._taken:
+            raise StateError(
+                f"expected one backward pass before step() with update='eager', found that another one adds to the "
+                f"gradient of {name!r}, whose update has begun; put the backward passes that are not the last into "
+                "`with model.no_sync():`, or use update='lazy'"
+            )
+        generation = gradient_of(self._units[unit].params[param])
+        if generation is not None and generation.lent:
+            raise StateError(
+                f"expected nobody to hold views of gradients with update='eager', found some of that of {name!r}: "
+                "changes through them would be lost; let them go, or use update='lazy'"
+            )
+        if self._held or unit not in self._members:
+            return
+        if unit not in self._missing:
+            self._missing[unit] = {id(p) for _, params in self._members[unit] for p in params}
+        self._missing[unit].discard(id(self._units[unit].params[param]))
+        if not self._missing[unit]:
+            self._begin(unit)
+
+    def _begin(self, unit: int) -> None:
+        params = [p for _, own in self._members[unit] for p in own]
+        found = [(p, generation) for p in params if (generation := gradient_of(p)) is not None]
+        if len(found) < len(params):
+            # Some are tensors of the user's own, which may still be written to: with the step, as in lazy.
+            return
+        self._taken[unit] = found
+        self._take(unit, [{**self._groups[g], "params": own} for g, own in self._members[unit]])
+        for _, generation in found:
+            generation.spent = True
+
+    def step(self) -> frozenset[int]:
+        """The units whose updates have begun; their gradients must still be those."""
+        for found in self._taken.values():
+            for p, generation in found:
+                if gradient_of(p) is not generation:
+                    raise StateError(
+                        "expected gradients to be left alone between backward and step() with update='eager', found "
+                        f"that of {generation.spec.name!r} replaced: its update has begun with the old one; use "
+                        "update='lazy'"
+                    )
+        taken = frozenset(self._taken)
+        self._taken.clear()
+        self._missing.clear()
+        return taken

@@ -1,0 +1,80 @@
+"""Updates pages ahead of their use, while the training loop does other things.
+
+Note [Who hands pages out]: pages pass through few slots, and each is handed out when its slot is free (program/,
+Note [Never far ahead]). The training loop's own thread is far ahead of the GPU, or waits for it, and comes by too
+seldom. So a thread of its own waits for slots. What it does is decided by the program, under the executor's lock; it
+touches no object of the user's.
+"""
+
+import atexit
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+log = logging.getLogger("overspill")
+
+
+class Waitable(Protocol):
+    def finish(self) -> None: ...
+
+
+class Pages(Protocol):
+    """The executor, as this thread sees it."""
+
+    def ahead(self) -> Sequence[Waitable] | None: ...
+
+
+class Pager:
+    """Runs until it is closed, nobody refers to the executor any more, or Python ends."""
+
+    def __init__(self, executor: Pages, device: torch.device) -> None:
+        self._wake = threading.Event()
+        self._closed = False
+        kept = weakref.ref(executor, lambda _: self._stop())
+        self._thread = threading.Thread(target=self._loop, args=(kept, device), name="overspill-pager", daemon=True)
+        self._thread.start()
+        # A thread that is inside of CUDA when Python ends would take the process down with it.
+        atexit.register(self.close)
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._wake.set()
+
+    def _stop(self) -> None:
+        self._closed = True
+        self._wake.set()
+
+    def close(self) -> None:
+        self._stop()
+        atexit.unregister(self.close)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _loop(self, executor: Callable[[], Pages | None], device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            try:
+                while not self._closed and _one(executor()):
+                    pass
+            except Exception:
+                # The executor remembers it, and whoever uses the model next hears of it.
+                log.exception("an update that was done ahead of its use failed")
+                return
+            if self._closed:
+                atexit.unregister(self.close)
+                return
+
+
+def _one(executor: Pages | None) -> bool:
+    """Hand one page out, or wait until that is possible; False: there is none."""
+    waits = None if executor is None else executor.ahead()
+    for ticket in waits or ():
+        ticket.finish()
+    return waits is not None

@@ -1,0 +1,59 @@
+"""Slots of device memory that pages pass through, in turn."""
+
+import torch
+from torch import Tensor
+
+from overspill.specs import ModelSpec, Placement, ring_slot_bytes
+
+Page = tuple[int, int]
+"""(unit, page)"""
+
+
+class Ring:
+    """The slots are taken when they are first used, and kept, unless they are given up for a while. A page's state
+    comes first in its slot, behind it the page's gradients."""
+
+    def __init__(self, model: ModelSpec, placements: tuple[Placement, ...], device: torch.device) -> None:
+        self._model = model
+        self._placements = placements
+        self._nbytes = ring_slot_bytes(model, placements)
+        self._device = device
+        self._slots: dict[int, Tensor] = {}
+        self._pages: dict[Page, int] = {}
+        self._fresh: dict[int, torch.cuda.Event] = {}
+        """Until it is used: when the memory of a slot was taken from those who had it before."""
+
+    def put(self, slot: int, page: Page) -> Page | None:
+        """A slot is for this page from now on; the page that it was for before."""
+        old = next((p for p, s in self._pages.items() if s == slot and p != page), None)
+        if old is not None:
+            del self._pages[old]
+        self._pages[page] = slot
+        if slot not in self._slots or self._slots[slot].numel() < self._nbytes:
+            self._slots[slot] = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+            if self._device.type == "cuda":
+                self._fresh[slot] = torch.cuda.current_stream(self._device).record_event()
+        return old
+
+    def widen(self) -> None:
+        """Gradients turned out to be wider than planned; slots grow as they are used, when nobody has them."""
+        self._nbytes = ring_slot_bytes(self._model, self._placements, wide=True)
+
+    def memory(self, page: Page) -> Tensor:
+        return self._slots[self._pages[page]]
+
+    def __contains__(self, page: object) -> bool:
+        return page in self._pages
+
+    def wait(self, page: Page) -> None:
+        """Make the current stream come behind those who had the memory before."""
+        fresh = self._fresh.get(self._pages[page])
+        if fresh is not None:
+            torch.cuda.current_stream(self._device).wait_event(fresh)
+
+    def drop(self, page: Page) -> None:
+        """Give a page's slot up."""
+        slot = self._pages.pop(page, None)
+        if slot is not None:
+            self._slots.pop(slot, None)
+            self._fresh.pop(slot, None)

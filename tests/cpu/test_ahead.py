@@ -1,0 +1,170 @@
+"""Updates ahead of their use, by a thread of their own, and begun in backward: the bits stay those of the plain loop."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import overspill
+from overspill.errors import OptionError, StateError
+from overspill.program import Kind
+from overspill.runtime import parts
+from tests import small
+from tests.both import adamw, losses
+from tests.places import PLACES
+from tests.reference import differing, weights
+
+STEPS = 6
+places = pytest.mark.parametrize("place", ["device", "host", "nvme", "states"])
+HOMES = {**PLACES, "states": {"weight": "device", "grad": "device", "state": "host"}}
+
+
+@pytest.fixture(params=[True, False], ids=["ahead", "on demand"])
+def paged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Whether pages are updated ahead of their use."""
+    monkeypatch.setattr(parts, "PAGED", {"cpu"} if request.param else set())
+    return request.param
+
+
+def prepare(place: str, nvme: Path, **keywords: Any) -> tuple[nn.Module, Any]:
+    model = small.build()
+    keywords = {"precision": "bf16", "gpu": "64MiB", "host": "64MiB", **keywords}
+    return overspill.prepare(model, adamw(model), place=HOMES[place], nvme=nvme, **keywords)
+
+
+def loop(model: nn.Module, optimizer: Any, passes: int = 1, clip: float = 0.0) -> list[float]:
+    found = []
+    for step in range(STEPS):
+        for i in range(passes):
+            loss = next(iter(losses(model, 1))) / passes
+            if i + 1 < passes and hasattr(model, "no_sync"):
+                with model.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        if clip:
+            optimizer.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        found.append(loss.item())
+    return found
+
+
+def trained(place: str, nvme: Path, delays: dict[Kind, float] | None = None, **keywords: Any) -> tuple[Any, Any]:
+    passes, clip = keywords.pop("passes", 1), keywords.pop("clip", 0.0)
+    model, optimizer = prepare(place, nvme, micro_batches=passes, **keywords)
+    overspill.api._engine(model).executor.lanes.delays |= delays or {}
+    found = loop(model, optimizer, passes, clip)
+    return found, weights(overspill.close(model))
+
+
+def check(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+    assert one[0] == other[0]
+    assert not differing(one[1], other[1])
+
+
+@places
+def test_pages_ahead_of_their_use_change_no_bit(place: str, paged: bool, tmp_path: Path) -> None:
+    # Clipping acts on every step; "device" on demand is what tests/cpu/test_precision.py holds against the plain loop.
+    check(trained(place, tmp_path, clip=0.5), trained("device", tmp_path, clip=0.5))
+
+
+@places
+@pytest.mark.parametrize("passes", [1, 3])
+def test_eager_is_lazy(place: str, passes: int, paged: bool, tmp_path: Path) -> None:
+    eager = trained(place, tmp_path, update="eager", passes=passes)
+    check(eager, trained("device", tmp_path, passes=passes))
+
+
+def test_eager_in_fp32_is_the_plain_loop(paged: bool, tmp_path: Path) -> None:
+    model = small.build()
+    expected = loop(model, adamw(model)), weights(model)
+    check(trained("states", tmp_path, update="eager", precision="fp32"), expected)
+
+
+@pytest.mark.parametrize("kind", [Kind.STATE_FETCH, Kind.UPDATE, Kind.STATE_STORE, Kind.DUE, Kind.UPDATED])
+@pytest.mark.parametrize("update", ["lazy", "eager"])
+def test_delays_change_no_bit(kind: Kind, update: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(parts, "PAGED", {"cpu"})
+    check(trained("states", tmp_path, {kind: 0.002}, update=update), trained("states", tmp_path, update=update))
+
+
+def test_nothing_is_left_of_the_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(parts, "PAGED", {"cpu"})
+    model, optimizer = prepare("states", tmp_path)
+    pager = overspill.api._engine(model).executor.pager
+    assert pager is not None and pager._thread.is_alive()
+    loop(model, optimizer)
+    del model, optimizer
+    gc.collect()
+    pager._thread.join(10)
+    assert not pager._thread.is_alive()
+
+
+def test_an_error_ahead_is_heard_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(parts, "PAGED", {"cpu"})
+    model, optimizer = prepare("states", tmp_path)
+    update = overspill.api._engine(model).parts.made.update
+    monkeypatch.setattr(update, "run", lambda *args: 1 / 0)
+    with pytest.raises((StateError, ZeroDivisionError), match=r"ZeroDivisionError|division by zero"):
+        loop(model, optimizer)
+
+
+# ---- eager: what would differ from the plain loop is refused
+
+
+def ready(tmp_path: Path) -> tuple[nn.Module, Any]:
+    model, optimizer = prepare("states", tmp_path, update="eager")
+    next(iter(losses(model, 1))).backward()
+    return model, optimizer
+
+
+def test_clipping_is_refused(tmp_path: Path) -> None:
+    model, optimizer = ready(tmp_path)
+    with pytest.raises(StateError, match=r"update='eager'.*clipping.*'lazy'"):
+        optimizer.clip_grad_norm_(1e-3)
+    with pytest.raises(StateError, match="update='eager'"):
+        next(model.parameters()).grad.mul_(2)
+
+
+def test_a_second_backward_is_refused(tmp_path: Path) -> None:
+    model, _ = ready(tmp_path)
+    with pytest.raises(StateError, match=r"one backward pass.*no_sync"):
+        next(iter(losses(model, 1))).backward()
+
+
+def test_a_gradient_that_is_dropped_is_refused(tmp_path: Path) -> None:
+    model, optimizer = ready(tmp_path)
+    next(model.parameters()).grad = None
+    with pytest.raises(StateError, match=r"left alone.*replaced"):
+        optimizer.step()
+
+
+def test_fp16_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="'lazy' with precision='fp16'"):
+        prepare("states", tmp_path, update="eager", precision="fp16")
+
+
+def test_a_step_without_gradients_is_refused(tmp_path: Path) -> None:
+    _, optimizer = prepare("states", tmp_path, update="eager")
+    with pytest.raises(StateError, match="found none"):
+        optimizer.step()
+
+
+def test_schedules_hold(tmp_path: Path) -> None:
+    """A unit that begins early takes the learning rate of its own step."""
+    found = []
+    for update in ("lazy", "eager"):
+        model, optimizer = prepare("states", tmp_path, update=update)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for loss in losses(model, STEPS):
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        found.append(([], weights(overspill.close(model))))
+    check(*found)
