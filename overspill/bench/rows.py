@@ -1,0 +1,109 @@
+"""What became of every engine, as rows: figures, ratios, and how a table shows them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from overspill.bench.engines import Engine
+from overspill.bench.jobs import Job
+from overspill.bench.process import Outcome
+
+Row = dict[str, Any]
+GB = 1e9
+OWN_PHASES = ("set-up", "warm-up", "steps")
+"""Those in which memory is the engine's own: the model is there before, whoever trains it."""
+FORMULA = "model TFLOP/s = 6 x parameters x tokens / step seconds; what recomputing adds is not counted"
+
+
+def row_of(job: Job, engine: Engine, outcome: Outcome) -> Row:
+    """One engine's row. It has figures where the worker got so far, and a reason where it did not get through."""
+    row: Row = {
+        "name": job.label,
+        "engine": job.engine,
+        "what": engine.what,
+        "settings": job.to_dict(),
+        "ok": outcome.result is not None,
+        "reason": outcome.reason,
+        "process_seconds": outcome.seconds,
+        "host": dict(outcome.host),
+    }
+    if outcome.reason:
+        row["printed"] = outcome.printed
+    if outcome.result is None:
+        return row
+    row |= outcome.result
+    row["host"]["resident"] = max(row["host"]["resident"], row.pop("host_own_peak"))
+    row["host_bytes_per_parameter"] = row["host"]["used"] / row["parameters"]
+    row["gpu_peak"] = gpu_peak(row["gpu"])
+    return row
+
+
+def gpu_peak(phases: Mapping[str, Mapping[str, int]]) -> dict[str, int] | None:
+    """Most that CUDA had reserved, and that was allocated of it; None without a GPU."""
+    own = [phases[name] for name in OWN_PHASES if name in phases]
+    if not own:
+        return None
+    return {key: max(phase[key] for phase in own) for key in ("reserved", "allocated")}
+
+
+def ratios(rows: Iterable[Row], peers: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Tokens per second of every row over those of each peer."""
+    done = {row["name"]: row["tokens_per_second"] for row in rows if row["ok"]}
+    return {name: {peer: speed / done[peer] for peer in peers if peer in done} for name, speed in done.items()}
+
+
+def above_compute(rows: Iterable[Row]) -> dict[str, float]:
+    """Host bytes per parameter beyond what a process takes that trains nothing: code, CUDA's own, the model's build."""
+    done = {row["name"]: row for row in rows if row["ok"]}
+    if "compute" not in done:
+        return {}
+    least = done["compute"]["host"]["used"]
+    return {name: (row["host"]["used"] - least) / row["parameters"] for name, row in done.items() if name != "compute"}
+
+
+def step_table(rows: Sequence[Row]) -> str:
+    """A line per engine."""
+    head = ["engine", "step s", "median", "spread", "tokens/s", "TFLOP/s", "GPU GB (alloc.)", "host GB (resident)"]
+    head += ["B/param", "set-up s", "build s"]
+    timed = any("host_seconds" in row.get("report", {}) for row in rows)
+    head += ["own host ms"] if timed else []
+    lines = [[*head]]
+    for row in rows:
+        lines.append(_cells(row, timed) if row["ok"] else [row["name"], f"no figures: {row['reason']}"])
+    notes = [f"{row['name']}: {row['reason']}" for row in rows if row["ok"] and row["reason"]]
+    return "\n".join([aligned(lines), *notes])
+
+
+def ratio_table(rows: Sequence[Row], peers: Sequence[str]) -> str:
+    """Tokens per second of the row over those of the column."""
+    found = ratios(rows, peers)
+    shown = [peer for peer in peers if any(peer in ratio for ratio in found.values())]
+    if not shown:
+        return ""
+    lines = [["tokens/s, as a multiple of", *shown]]
+    lines += [[name, *(f"{ratio[peer]:.3f}" for peer in shown)] for name, ratio in found.items()]
+    return aligned(lines)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Columns; a line with two cells under a longer head is a name and a remark."""
+    full = [line for line in lines if len(line) == len(lines[0])]
+    width = [max(len(line[i]) for line in full) for i in range(len(lines[0]))]
+    width[0] = max(len(line[0]) for line in lines)
+    text = []
+    for line in lines:
+        rest = [cell.rjust(w) for cell, w in zip(line[1:], width[1:], strict=True)] if line in full else line[1:]
+        text.append("  ".join([line[0].ljust(width[0]), *rest]).rstrip())
+    text.insert(1, "-" * max(map(len, text[:1])))
+    return "\n".join(text)
+
+
+def _cells(row: Row, timed: bool) -> list[str]:
+    gpu, host, seconds = row["gpu_peak"], row["host"], row["seconds"]
+    spread = f"{row['least_seconds']:.3f}-{row['most_seconds']:.3f}"
+    cells = [row["name"], f"{row['step_seconds']:.4f}", f"{row['median_seconds']:.4f}", spread]
+    cells += [f"{row['tokens_per_second']:,.0f}", f"{row['model_tflops']:.1f}"]
+    cells += [f"{gpu['reserved'] / GB:.2f} ({gpu['allocated'] / GB:.2f})" if gpu else "-"]
+    cells += [f"{host['used'] / GB:.2f} ({host['resident'] / GB:.2f})", f"{row['host_bytes_per_parameter']:.1f}"]
+    cells += [f"{seconds['set-up']:.1f}", f"{seconds['build']:.1f}"]
+    own = row["report"].get("host_seconds")
+    return cells + ([("-" if own is None else f"{own * 1e3:.1f}")] if timed else [])
