@@ -50,7 +50,7 @@ MAX_METHODS = 15
 MAX_PARAMETERS = 6
 MIN_FOLDER_DOCSTRING_LINES = 3
 MAX_IMPORT_SECONDS = 0.2
-LAZY = ("rich", "typer", "transformers", "matplotlib")
+LAZY = ("rich", "typer", "transformers", "matplotlib", "overspill.cli", "overspill.bench")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

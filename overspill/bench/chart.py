@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from overspill.bench.models import said
+from overspill.errors import OptionError
 from overspill.report.plot import INK, STYLE, TIER_COLORS
 
 OURS_COLOR, PEER_COLOR = "#c8553d", "#9fb3c8"
@@ -17,6 +19,10 @@ def draw(body: Mapping[str, Any], path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
+    if "engines" not in body:
+        raise OptionError(
+            f"expected a result of overspill bench step, found one of {body.get('what', 'something else')}"
+        )
     done = [row for row in body["engines"] if row["ok"]]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12.5, 1.9 + 0.42 * max(3, len(done))), dpi=130, layout="constrained")
@@ -30,10 +36,10 @@ def draw(body: Mapping[str, Any], path: Path) -> None:
 
 def title(body: Mapping[str, Any]) -> str:
     training, machine = body["training"], body["machine"] or {}
+    where = machine.get("gpu") or machine.get("cpu") or "no machine"
     tokens = training["seq"] * training["micro_batch"] * training["micro_batches"]
     count = next((row["parameters"] for row in body["engines"] if row["ok"]), 0)
-    size = f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
-    return f"{size} parameters, {tokens:,} tokens a step; {machine.get('gpu') or machine.get('cpu') or 'no machine'}"
+    return f"{said(count)} parameters, {tokens:,} tokens a step; {where}"
 
 
 def _speed(axes: Any, done: Sequence[Mapping[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.cli.sizes import Sizes
+from overspill.config import Size
 
 BUILDS = ("device", "host", "meta")
 """Where a model for ours is built: in bf16 on the device, in fp32 in host memory, or without values."""
@@ -54,14 +55,14 @@ class Job:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     """What `overspill.prepare` is told."""
     build: str = "device"
-    cap: int | None = None
-    """Bytes of the GPU that torch may reserve, for engines that have no budget of their own."""
+    cap: Size | None = None
+    """What torch may reserve of the GPU, for engines that have no budget of their own."""
     trace: str | None = None
     """File for a trace of one step by `overspill.trace`."""
     profile: str | None = None
     """File for one step as torch.profiler sees it."""
     search: Mapping[str, float] = field(default_factory=dict)
-    """Parameters from, up to, and the ratio of one size to the next."""
+    """`least`: parameters of the first size; `ratio`: of one size to the one before it."""
     nvme: str | None = None
     """Folder whose disk is measured."""
 

@@ -66,6 +66,12 @@ def parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def said(count: int) -> str:
+    """A number of parameters as people say it."""
+    unit, name = next(((u, n) for u, n in ((1e9, "B"), (1e6, "M")) if count >= u), (1e3, "K"))
+    return f"{count / unit:.2f}{name}"
+
+
 def sizes_of(count: int, shape: Mapping[str, int | None] | None = None) -> Sizes:
     """Sizes with about so many parameters that a GPU likes."""
     given = shape or {}

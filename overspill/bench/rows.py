@@ -60,6 +60,21 @@ def above_compute(rows: Iterable[Row]) -> dict[str, float]:
     return {name: (row["host"]["used"] - least) / row["parameters"] for name, row in done.items() if name != "compute"}
 
 
+def floors(rows: Iterable[Row], link: float | None) -> dict[str, dict[str, float]]:
+    """For every row of ours the least that a step could take: computing alone, or moving its bytes over the link at
+    the rate of both ways together, whichever is longer; and how far the row is above it."""
+    done = {row["name"]: row for row in rows if row["ok"]}
+    found: dict[str, dict[str, float]] = {}
+    for name, row in done.items():
+        if row["engine"] != "ours" or "compute" not in done or not link:
+            continue
+        moved = sum(row["report"].get("moved", {}).get(lane, 0) for lane in ("up", "down"))
+        least = {"compute_seconds": done["compute"]["step_seconds"], "link_seconds": moved / link}
+        floor = max(least.values())
+        found[name] = {**least, "moved_bytes": moved, "floor_seconds": floor, "above": row["step_seconds"] / floor}
+    return found
+
+
 def step_table(rows: Sequence[Row]) -> str:
     """A line per engine."""
     head = ["engine", "step s", "median", "spread", "tokens/s", "TFLOP/s", "GPU GB (alloc.)", "host GB (resident)"]
@@ -81,6 +96,21 @@ def ratio_table(rows: Sequence[Row], peers: Sequence[str]) -> str:
         return ""
     lines = [["tokens/s, as a multiple of", *shown]]
     lines += [[name, *(f"{ratio[peer]:.3f}" for peer in shown)] for name, ratio in found.items()]
+    return aligned(lines)
+
+
+def floor_table(found: Mapping[str, Mapping[str, float]]) -> str:
+    """Steps of ours beside the least that they could take."""
+    if not found:
+        return ""
+    lines = [["least possible step", "compute s", "moved GB", "over the link s", "step / least"]]
+    for name, floor in found.items():
+        seconds = [
+            f"{floor['compute_seconds']:.4f}",
+            f"{floor['moved_bytes'] / GB:.2f}",
+            f"{floor['link_seconds']:.4f}",
+        ]
+        lines.append([name, *seconds, f"{floor['above']:.3f}"])
     return aligned(lines)
 
 

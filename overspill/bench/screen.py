@@ -12,10 +12,10 @@ Told = Callable[[str], None]
 
 
 @contextlib.contextmanager
-def working(name: str, done: int, of: int) -> Iterator[Told]:
-    """Shows what the job of this name is doing, as the yielded function hears it."""
+def working(name: str, count: str = "") -> Iterator[Told]:
+    """Shows what the job of this name is doing, as the yielded function hears it; `count` says which of how many."""
     begin = time.monotonic()
-    title = f"[{done}/{of}] {name}"
+    title = f"[{count}] {name}" if count else name
     if sys.stdout.isatty():
         with Console().status(escape(title)) as status:
             yield lambda text: status.update(escape(f"{title}: {text}, {time.monotonic() - begin:.0f} s"))

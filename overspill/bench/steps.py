@@ -1,11 +1,14 @@
 """`overspill bench step`: the same steps by ours and by the peers, one process after the other."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from overspill.bench import process, rows, screen
+import torch
+
+from overspill.bench import probing, process, rows, screen
 from overspill.bench.configurations import Ours
 from overspill.bench.jobs import Job, Training
 from overspill.bench.peers import ENGINES
@@ -32,7 +35,7 @@ def run(asked: Run, files: Files) -> list[Row]:
     """All of it. The file is written after every engine, so that little is lost if this is ended."""
     known: list[Row] = []
     jobs = list(_jobs(asked))
-    files.body |= {"training": dataclasses.asdict(asked.training), "formula": rows.FORMULA}
+    files.body |= {"training": dataclasses.asdict(asked.training), "formula": rows.FORMULA, "link": _link()}
     for done, (ours, job) in enumerate(jobs, start=1):
         if ours is not None and ours.budget_of is not None:
             peak = _peak_of(ours.budget_of, known)
@@ -40,7 +43,7 @@ def run(asked: Run, files: Files) -> list[Row]:
                 known.append(_no_budget(job, ours.budget_of))
                 continue
             job = dataclasses.replace(job, keywords=ours.within(peak).keywords)
-        with screen.working(job.label, done, len(jobs)) as told:
+        with screen.working(job.label, f"{done}/{len(jobs)}") as told:
             outcome = process.run(job, asked.limit, told)
         known.append(rows.row_of(job, ENGINES[job.engine], outcome))
         print(_line(known[-1]), flush=True)
@@ -48,14 +51,29 @@ def run(asked: Run, files: Files) -> list[Row]:
             machine=files.body["machine"] or outcome.machine,
             engines=known,
             ratios=rows.ratios(known, asked.peers),
+            floors=rows.floors(known, _both_ways(files.body["link"])),
             host_bytes_per_parameter_above_compute=rows.above_compute(known),
         )
     return known
 
 
-def summary(known: Sequence[Row], asked: Run) -> str:
+def _link() -> dict[str, Any] | None:
+    """What the link does in this very run; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    with screen.working("link") as told:
+        return probing.link(told)
+
+
+def _both_ways(link: Mapping[str, Any] | None) -> float | None:
+    rates = (link or {}).get("bytes_per_second") or {}
+    both: float | None = rates.get("both")
+    return both
+
+
+def summary(known: Sequence[Row], asked: Run, body: Mapping[str, Any]) -> str:
     """The tables, and what their columns mean."""
-    tables = [rows.step_table(known), rows.ratio_table(known, asked.peers)]
+    tables = [rows.step_table(known), rows.ratio_table(known, asked.peers), rows.floor_table(body.get("floors", {}))]
     return "\n\n".join([*filter(None, tables), f"{rows.FORMULA}; GB = 10^9 bytes; B/param: host bytes per parameter"])
 
 

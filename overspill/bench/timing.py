@@ -98,3 +98,18 @@ def _between(one: Any, other: Any) -> float:
     if isinstance(one, float):
         return float(other - one)
     return float(one.elapsed_time(other)) / 1000
+
+
+class Stopwatch:
+    """Measures a context, in seconds of the host's clock."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._begin = 0.0
+
+    def __enter__(self) -> "Stopwatch":
+        self._begin = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._begin

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import torch
 
 import overspill
-from overspill.bench import facts, models, timing
+from overspill.bench import facts, measuring, models, searching, timing
 from overspill.bench.engines import Ready
 from overspill.bench.jobs import Job, read_job
 from overspill.bench.models import Batches
@@ -25,7 +25,9 @@ from overspill.bench.peers import ENGINES
 from overspill.bench.watching import own_peak
 from overspill.cli import text_model
 from overspill.cli.loop import compute_device
+from overspill.config import Size, parse_size
 from overspill.errors import OverspillError
+from overspill.tiers import rates
 
 _PR_SET_PDEATHSIG = 1
 
@@ -80,11 +82,9 @@ def train(job: Job, events: Events) -> dict[str, Any]:
     engine.check(device)
     phases = Phases(events, device)
     phases.begin("load")
-    import transformers  # noqa: F401 - takes seconds, which are nobody's set-up
-
+    models.build(training, torch.bfloat16, torch.device("meta"))  # imports it all, which is nobody's set-up
     engine.load()
-    if job.cap is not None:
-        cap_gpu(job.cap, device)
+    cap_gpu(job.cap, device)
     phases.begin("build")
     model = engine.build(job, device)
     count, vocabulary = models.parameters(model), text_model.vocabulary(model)
@@ -138,14 +138,45 @@ def look_closer(job: Job, ready: Ready, step: Callable[[], Any], device: torch.d
         seen.export_chrome_trace(job.profile)
 
 
-def cap_gpu(nbytes: int, device: torch.device) -> None:
+def cap_gpu(cap: Size | None, device: torch.device) -> None:
     """Let torch reserve no more than that."""
-    if device.type == "cuda":
+    if cap is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, parse_size("gpu", cap, total) / total), device)
 
 
-KINDS: dict[str, Callable[[Job, Events], dict[str, Any]]] = {"train": train}
+def link(_: Job, events: Events) -> dict[str, Any]:
+    events.phase("link")
+    return dict(rates.link(compute_device()))
+
+
+def measure_rates(job: Job, events: Events) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, measure in measuring.measurements(compute_device(), job.nvme):
+        events.phase(name)
+        found |= measure()
+        events.say(measured=found)  # so that it is known if the next one ends the process
+    return found
+
+
+def search_by_plan(job: Job, events: Events) -> dict[str, Any]:
+    events.phase("search")
+    return searching.largest_planned(job, lambda text: events.say(news=text))
+
+
+def search_by_trying(job: Job, events: Events) -> dict[str, Any]:
+    events.phase("search")
+    cap_gpu(job.cap, compute_device())
+    return searching.largest_tried(job, lambda text: events.say(news=text))
+
+
+KINDS: dict[str, Callable[[Job, Events], dict[str, Any]]] = {
+    "train": train,
+    "link": link,
+    "rates": measure_rates,
+    "plan": search_by_plan,
+    "fit": search_by_trying,
+}
 
 
 def reason(error: BaseException) -> str:

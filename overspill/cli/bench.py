@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from overspill.bench import asking, configurations, results, steps
+from overspill.bench import asking, configurations, largest, results, steps
 from overspill.bench import chart as charts
 from overspill.bench.jobs import BUILDS, Training
 from overspill.bench.models import LLAMA
@@ -13,6 +13,8 @@ from overspill.bench.peers import NAMES
 from overspill.bench.results import Files
 from overspill.cli import options as o
 from overspill.cli.app import app, need
+from overspill.cli.sizes import parse_count
+from overspill.errors import OptionError
 
 bench = typer.Typer(help="Measures ours beside the peers.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
@@ -53,6 +55,22 @@ Host = Annotated[str | None, o.described(ENGINES, "Host budget of ours.", "auto"
 Nvme = Annotated[list[Path] | None, o.described(ENGINES, "Folder for ours to spill to.", "none")]
 Build = Annotated[str, o.described(ENGINES, f"Where the model for ours is built: {', '.join(BUILDS)}.", "device")]
 Limit = Annotated[float, o.described(ENGINES, "Seconds that every engine has.", 600)]
+EngineList = Annotated[
+    str, o.described(ENGINES, f"Some of {', '.join(('ours', *largest.ON_GPU))}; those on the GPU first.", "ours")
+]
+SizeList = Annotated[
+    list[str] | None,
+    o.described(
+        ENGINES,
+        "max, exactly so many parameters (8B), or a multiple of what torch trains in the same run (5x). May be given "
+        "several times.",
+        largest.MAX,
+        "--size",
+    ),
+]
+Keywords = Annotated[str, o.described(ENGINES, "Keywords of prepare, as in: states=compact.", "none", "--ours")]
+Least = Annotated[str, o.described(ENGINES, "Size with which the search begins.", "100M", "--from")]
+Ratio = Annotated[float, o.described(ENGINES, "Of one size to the next.", 1.02)]
 Out = Annotated[
     Path | None,
     o.described(FILES, "JSON file.", "benchmarks/results/..., or runs/... where there is no folder benchmarks"),
@@ -115,7 +133,51 @@ def step(
     files = Files("step", out, chart, results.head("overspill bench step", commit))
     known = steps.run(asked, files)
     files.draw()
-    typer.echo(f"\n{steps.summary(known, asked)}\n{files}")
+    typer.echo(f"\n{steps.summary(known, asked, files.body)}\n{files}")
+
+
+@bench.command()
+def max_size(
+    engine: EngineList = "ours",
+    size: SizeList = None,
+    gpu: Gpu = None,
+    host: Host = None,
+    nvme: Nvme = None,
+    ours: Keywords = "",
+    seq: Seq = _T.seq,
+    micro_batch: MicroBatch = _T.micro_batch,
+    micro_batches: MicroBatches = _T.micro_batches,
+    clip: Clip = _T.clip,
+    measured: Measured = 3,
+    warmup: Warmup = 1,
+    recompute: Recompute = True,
+    least: Least = "100M",
+    ratio: Ratio = 1.02,
+    build: Build = "meta",
+    limit: Limit = 600.0,
+    out: Out = None,
+    commit: Commit = None,
+) -> None:
+    """Find the largest model that fits the budgets, train it for a few steps, and show that the next one is refused."""
+    need("transformers")
+    work = {"seq": seq, "micro_batch": micro_batch, "micro_batches": micro_batches, "clip": clip, "warmup": warmup}
+    work |= {"steps": measured, "recompute": recompute}
+    asking.one_of("build", build, BUILDS)
+    if not 1 < ratio <= 2:
+        raise OptionError(f"expected --ratio greater than 1 and up to 2, found {ratio}")
+    asked = largest.Run(
+        training=asking.training({}, work),
+        engines=asking.listed(engine),
+        sizes=size or [largest.MAX],
+        keywords=configurations.parse(ours, asking.budgets(gpu, host, nvme)).keywords,
+        search={"least": float(parse_count(least)), "ratio": ratio},
+        build=build,
+        limit=limit,
+    )
+    asked.check()
+    files = Files("max-size", out, None, results.head("overspill bench max-size", commit))
+    cases = largest.run(asked, files)
+    typer.echo(f"\n{largest.summary(cases)}\n{files}")
 
 
 @bench.command()
