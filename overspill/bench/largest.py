@@ -41,14 +41,15 @@ class Run:
     limit: float = 600.0
 
     def check(self) -> None:
+        if not self.engines:
+            raise OptionError("expected --engine with at least one name, found none")
         for name in self.engines:
             if name != "ours" and name not in ON_GPU:
                 raise OptionError(f"expected --engine as a list of ours, {', '.join(ON_GPU)}, found {name!r}")
         for size in self.sizes:
-            if TIMES.fullmatch(size) and not (self.engines[0] == MEASURE and "ours" in self.engines):
-                raise OptionError(
-                    f"expected --engine {MEASURE},ours with --size {size}, found {','.join(self.engines)}"
-                )
+            if TIMES.fullmatch(size) and (self.engines[0] != MEASURE or "ours" not in self.engines):
+                found = ",".join(self.engines)
+                raise OptionError(f"expected --engine {MEASURE},ours with --size {size}, found --engine {found}")
             if size != MAX and not TIMES.fullmatch(size):
                 parse_count(size)
 

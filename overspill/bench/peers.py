@@ -28,6 +28,8 @@ from overspill.bench.jobs import Job
 from overspill.bench.models import Batches
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+NEAR = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""One rank speaks to nobody, so it needs no name that other machines would find it by."""
 
 
 def alone() -> None:
@@ -36,6 +38,8 @@ def alone() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ.update(ALONE, MASTER_PORT=str(port))
+    for name, value in NEAR.items():
+        os.environ.setdefault(name, value)
 
 
 # --- DeepSpeed

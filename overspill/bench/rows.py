@@ -31,7 +31,7 @@ def row_of(job: Job, engine: Engine, outcome: Outcome) -> Row:
     if outcome.result is None:
         return row
     row |= outcome.result
-    row["host"]["resident"] = max(row["host"]["resident"], row.pop("host_own_peak"))
+    row["host"] |= host_peaks(row["host"], row.pop("host_own_peak"))
     row["host_bytes_per_parameter"] = row["host"]["used"] / row["parameters"]
     row["gpu_peak"] = gpu_peak(row["gpu"])
     return row
@@ -43,6 +43,14 @@ def gpu_peak(phases: Mapping[str, Mapping[str, int]]) -> dict[str, int] | None:
     if not own:
         return None
     return {key: max(phase[key] for phase in own) for key in ("reserved", "allocated")}
+
+
+def host_peaks(host: Mapping[str, Any], worker: int) -> dict[str, int]:
+    """The same for the host: growth of what the machine uses, and what is resident of the worker and its children.
+    `worker`: what the worker itself saw of its own, between two looks from outside too."""
+    by_phase = {name: host[f"{name}_by_phase"] for name in ("used", "resident")}
+    found = {name: max(seen.get(phase, 0) for phase in OWN_PHASES) for name, seen in by_phase.items()}
+    return {"used": found["used"], "resident": max(found["resident"], worker)}
 
 
 def ratios(rows: Iterable[Row], peers: Sequence[str]) -> dict[str, dict[str, float]]:

@@ -37,18 +37,19 @@ def run(asked: Run, files: Files) -> list[Row]:
     jobs = list(_jobs(asked))
     files.body |= {"training": dataclasses.asdict(asked.training), "formula": rows.FORMULA, "link": _link()}
     for done, (ours, job) in enumerate(jobs, start=1):
-        if ours is not None and ours.budget_of is not None:
-            peak = _peak_of(ours.budget_of, known)
-            if peak is None:
-                known.append(_no_budget(job, ours.budget_of))
-                continue
+        peer = ours.budget_of if ours is not None else None
+        peak = _peak_of(peer, known)
+        if ours is not None and peak is not None:
             job = dataclasses.replace(job, keywords=ours.within(peak).keywords)
-        with screen.working(job.label, f"{done}/{len(jobs)}") as told:
-            outcome = process.run(job, asked.limit, told)
-        known.append(rows.row_of(job, ENGINES[job.engine], outcome))
+        if peer is not None and peak is None:
+            known.append(_no_budget(job, peer))
+        else:
+            with screen.working(job.label, f"{done}/{len(jobs)}") as told:
+                outcome = process.run(job, asked.limit, told)
+            known.append(rows.row_of(job, ENGINES[job.engine], outcome))
+            files.body["machine"] = files.body["machine"] or outcome.machine
         print(_line(known[-1]), flush=True)
         files.write(
-            machine=files.body["machine"] or outcome.machine,
             engines=known,
             ratios=rows.ratios(known, asked.peers),
             floors=rows.floors(known, _both_ways(files.body["link"])),
@@ -105,7 +106,7 @@ def _numbered(path: Path | None, number: int) -> str | None:
     return str(path.with_name(name).absolute())
 
 
-def _peak_of(peer: str, known: Sequence[Row]) -> int | None:
+def _peak_of(peer: str | None, known: Sequence[Row]) -> int | None:
     """What a peer's tensors took at most: less than what it had reserved, so that nobody can say it was given more."""
     for row in known:
         if row["name"] == peer and row["ok"] and row["gpu_peak"]:

@@ -6,6 +6,7 @@ process shows as resident; and what others on the machine take meanwhile. `resid
 process group: nobody else's, but without the driver's. Where nothing else runs the truth is about the larger one.
 """
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ _QUIET = 32 << 20
 """Bytes by which memory in use may change between two looks where nothing is being freed any more."""
 _LOOK = 0.1
 _PATIENCE = 3.0
+_RESET_PEAK = "5"
 _PGRP = 2
 """Place in /proc/PID/stat, counted behind the name, which may hold spaces."""
 _GROUP_EVERY = 0.25
@@ -30,8 +32,14 @@ def used_bytes() -> int:
 
 
 def own_peak() -> int:
-    """The most that was ever resident of this process."""
+    """The most that was resident of this process since `forget_own_peak`."""
     return _status("self")["VmHWM"]
+
+
+def forget_own_peak() -> None:
+    """Where the kernel cannot, the peak stays that of the process's whole life."""
+    with contextlib.suppress(OSError):
+        (_PROC / "self/clear_refs").write_text(_RESET_PEAK)
 
 
 def quiet_used_bytes() -> int:
@@ -66,7 +74,7 @@ class Watch:
             self.resident[phase] = max(self.resident.get(phase, 0), resident_of_group(group))
 
     def to_dict(self) -> dict[str, object]:
-        """Peaks in bytes: of the whole time, and by phase. See Note [Two views of host memory]."""
+        """Peaks in bytes: of all phases, and of each. See Note [Two views of host memory]."""
         return {
             "used": max(self.used.values(), default=0),
             "resident": max(self.resident.values(), default=0),

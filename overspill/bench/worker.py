@@ -22,7 +22,7 @@ from overspill.bench.engines import Ready
 from overspill.bench.jobs import Job, read_job
 from overspill.bench.models import Batches
 from overspill.bench.peers import ENGINES
-from overspill.bench.watching import own_peak
+from overspill.bench.watching import forget_own_peak, own_peak
 from overspill.cli import text_model
 from overspill.cli.loop import compute_device
 from overspill.config import Size, parse_size
@@ -89,6 +89,7 @@ def train(job: Job, events: Events) -> dict[str, Any]:
     model = engine.build(job, device)
     count, vocabulary = models.parameters(model), text_model.vocabulary(model)
     gc.collect()
+    forget_own_peak()
     phases.begin("set-up")
     ready = engine.set_up(model, job)
     del model

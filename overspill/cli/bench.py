@@ -169,7 +169,7 @@ def max_size(
         training=asking.training({}, work),
         engines=asking.listed(engine),
         sizes=size or [largest.MAX],
-        keywords=configurations.parse(ours, asking.budgets(gpu, host, nvme)).keywords,
+        keywords=configurations.parse_keywords(ours, asking.budgets(gpu, host, nvme)),
         search={"least": float(parse_count(least)), "ratio": ratio},
         build=build,
         limit=limit,
