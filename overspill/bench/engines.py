@@ -128,8 +128,9 @@ def _prepare(model: nn.Module, job: Job) -> Ready:
 
 def _plain(report: dict[str, Any]) -> dict[str, Any]:
     """As JSON knows it."""
-    found: dict[str, Any] = json.loads(json.dumps({k: v for k, v in report.items() if k != "plan"}, default=str))
-    return {**found, "plan": json.loads(report["plan"].to_json())}
+    plain = {**report, "plan": json.loads(report["plan"].to_json())}
+    found: dict[str, Any] = json.loads(json.dumps(plain, default=str))
+    return found
 
 
 # --- torch alone

@@ -43,6 +43,8 @@ class Files:
     def __init__(self, theme: str, out: Path | None, chart: Path | None, body: dict[str, Any]) -> None:
         self._theme, self._out, self._chart = theme, out, chart
         self.body = body
+        if out is not None:
+            write(out, body)  # so that what cannot be written is known before anything is measured
 
     def write(self, **more: Any) -> None:
         self.body |= more
@@ -64,6 +66,8 @@ class Files:
 
 def write(path: Path, body: Mapping[str, Any]) -> None:
     """Whoever is killed here leaves the old file or the new one."""
+    if path.is_dir():
+        raise OptionError(f"expected a file that can be written, found the folder {str(path)!r}; give a file in it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")

@@ -48,8 +48,11 @@ def gpu_peak(phases: Mapping[str, Mapping[str, int]]) -> dict[str, int] | None:
 def host_peaks(host: Mapping[str, Any], worker: int) -> dict[str, int]:
     """The same for the host: growth of what the machine uses, and what is resident of the worker and its children.
     `worker`: what the worker itself saw of its own, between two looks from outside too."""
-    by_phase = {name: host[f"{name}_by_phase"] for name in ("used", "resident")}
-    found = {name: max(seen.get(phase, 0) for phase in OWN_PHASES) for name, seen in by_phase.items()}
+    found = {}
+    for name in ("used", "resident"):
+        seen = host[f"{name}_by_phase"]
+        own = [seen[phase] for phase in OWN_PHASES if phase in seen]
+        found[name] = max(own or seen.values(), default=0)  # they may have been too short for a look
     return {"used": found["used"], "resident": max(found["resident"], worker)}
 
 

@@ -28,7 +28,6 @@ class Run:
     """Seconds that every engine has."""
     trace: Path | None = None
     profile: Path | None = None
-    nvme: Path | None = None
 
 
 def run(asked: Run, files: Files) -> list[Row]:

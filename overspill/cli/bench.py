@@ -113,7 +113,7 @@ def step(
     commit: Commit = None,
 ) -> None:
     """Time steps of ours and of the peers, each in its own process: speed, memory, set-up, ratios."""
-    need("transformers")
+    need("transformers", *(["matplotlib"] if chart else []))
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, "vocab": vocab}
     work = {"seq": seq, "micro_batch": micro_batch, "micro_batches": micro_batches, "clip": clip, "warmup": warmup}
     work |= {"steps": measured, "recompute": recompute}

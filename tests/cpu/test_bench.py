@@ -170,6 +170,7 @@ def test_a_search_ends_between_two_sizes(limit: float, ratio: float) -> None:
         (["step", "--model", "missing"], "a folder with a config.json"),
         (["step", "--model", "missing", "--layers", "2"], "--layers without --model, found both"),
         (["step", "--trace", "nowhere/trace.json"], "--trace as a file in an existing folder"),
+        (["step", "--out", "."], "a file that can be written, found the folder '.'"),
         (["max-size", "--engine", "deepspeed"], "--engine as a list of ours, torch, torch-bf16, flashoptim"),
         (["max-size", "--size", "5x"], "--engine torch,ours with --size 5x, found --engine ours"),
         (["max-size", "--size", "big"], "found 'big'"),
@@ -219,6 +220,7 @@ def test_the_default_model_is_that_of_the_evidence() -> None:
 def test_host_peaks_are_those_of_training() -> None:
     by_phase = {"load": 90, "set-up": 10, "steps": 30}
     host = {"used_by_phase": by_phase, "resident_by_phase": {"build": 7}}
+    assert rows.host_peaks(host, 5) == {"used": 30, "resident": 7}, "phases that were too short to be seen"
     assert rows.host_peaks(host, 25) == {"used": 30, "resident": 25}
 
 
