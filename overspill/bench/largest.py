@@ -108,7 +108,7 @@ class _Hunt:
         else:
             count = round(float(times[1]) * unit) if times and unit else parse_count(case.asked)
             case.sizes = sizes_of(count)
-            case.row = self._train(case.sizes, self._asked.keywords)
+            case.row = self._train(case.sizes, self._asked.keywords if case.engine == "ours" else {})
             case.reason = case.row["reason"]
 
     def _look_for(self) -> None:

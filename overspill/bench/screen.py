@@ -5,9 +5,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
-from rich.markup import escape
-
 Told = Callable[[str], None]
 
 
@@ -17,6 +14,9 @@ def working(name: str, count: str = "") -> Iterator[Told]:
     begin = time.monotonic()
     title = f"[{count}] {name}" if count else name
     if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.markup import escape
+
         with Console().status(escape(title)) as status:
             yield lambda text: status.update(escape(f"{title}: {text}, {time.monotonic() - begin:.0f} s"))
         return

@@ -32,8 +32,10 @@ def used_bytes() -> int:
 
 
 def own_peak() -> int:
-    """The most that was resident of this process since `forget_own_peak`."""
-    return _status("self")["VmHWM"]
+    """The most that was resident of this process since `forget_own_peak`; where the kernel keeps no such peak (as
+    gVisor's does not), what is resident now."""
+    status = _status("self")
+    return status.get("VmHWM", status.get("VmRSS", 0))
 
 
 def forget_own_peak() -> None:
