@@ -1,9 +1,10 @@
 """Benchmarks: ours and the peers, side by side, each in a process of its own.
 
-The parent (`steps`, `largest`, `probing`) decides what is run, starts one `worker` process after the other by
-`process`, which watches what it takes from outside (`watching`) and ends it when it hangs, shows what happens
-(`screen`), and gathers `facts`, `results` and a `chart`. A worker reads a `jobs.Job`, builds a model (`models`), hands
-it to an engine (`engines`; `peers` holds those of others), times its steps (`timing`), and writes events.
+The parent: `asking` and `configurations` (what the options say), `steps`, `largest` and `probing` (a command each).
+They start one worker after the other by `process`, which watches it from outside (`watching`) and ends it when it
+hangs, show what happens (`screen`), and leave `results`: `facts` of the machine, `rows` of figures, a `chart`.
+A worker: reads `jobs`, builds a model (`models`), hands it to an engine (`engines`, and `peers` for those of others),
+times its steps (`timing`), looks for sizes (`searching`) or rates (`measuring`), and writes events.
 
 - engine: one way to train: overspill itself, plain torch, a peer.
 - row: what became of one engine: its figures, or the reason why there are none.

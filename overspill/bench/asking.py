@@ -18,7 +18,7 @@ Shape = Mapping[str, int | None]
 """Sizes as the options call them; None: not given."""
 
 
-def what(folder: Path | None, params: str | None, shape: Shape) -> dict[str, Any]:
+def what(folder: Path | None, params: str | None, shape: Shape, seq: int) -> dict[str, Any]:
     """The model, as a training has it: a folder, or sizes."""
     given = {name: value for name, value in shape.items() if value is not None}
     for name, value in given.items():
@@ -28,7 +28,9 @@ def what(folder: Path | None, params: str | None, shape: Shape) -> dict[str, Any
         if params is not None or given:
             name = "params" if params is not None else next(iter(given))
             raise OptionError(f"expected {option(name)} without --model, found both; the folder's config says it")
-        text_model.read_config(folder)
+        longest = text_model.positions(text_model.read_config(folder))
+        if longest is not None and seq > longest:
+            raise OptionError(f"expected --seq of at most the {longest} positions of the model, found {seq}")
         return {"folder": str(folder.absolute())}
     if params is not None:
         if "ffn" in given:

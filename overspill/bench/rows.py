@@ -89,12 +89,13 @@ def floors(rows: Iterable[Row], link: float | None) -> dict[str, dict[str, float
 def step_table(rows: Sequence[Row]) -> str:
     """A line per engine."""
     head = ["engine", "step s", "median", "spread", "tokens/s", "TFLOP/s", "GPU GB (alloc.)", "host GB (resident)"]
-    head += ["B/param", "set-up s", "build s"]
+    beyond = above_compute(rows)
+    head += ["B/param (- compute)" if beyond else "B/param", "set-up s", "build s"]
     timed = any("host_seconds" in row.get("report", {}) for row in rows)
     head += ["own host ms"] if timed else []
     lines = [[*head]]
     for row in rows:
-        lines.append(_cells(row, timed) if row["ok"] else [row["name"], f"no figures: {row['reason']}"])
+        lines.append(_cells(row, timed, beyond) if row["ok"] else [row["name"], f"no figures: {row['reason']}"])
     notes = [f"{row['name']}: {row['reason']}" for row in rows if row["ok"] and row["reason"]]
     return "\n".join([aligned(lines), *notes])
 
@@ -138,13 +139,15 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(text)
 
 
-def _cells(row: Row, timed: bool) -> list[str]:
+def _cells(row: Row, timed: bool, beyond: Mapping[str, float]) -> list[str]:
     gpu, host, seconds = row["gpu_peak"], row["host"], row["seconds"]
     spread = f"{row['least_seconds']:.3f}-{row['most_seconds']:.3f}"
     cells = [row["name"], f"{row['step_seconds']:.4f}", f"{row['median_seconds']:.4f}", spread]
     cells += [f"{row['tokens_per_second']:,.0f}", f"{row['model_tflops']:.1f}"]
     cells += [f"{gpu['reserved'] / GB:.2f} ({gpu['allocated'] / GB:.2f})" if gpu else "-"]
-    cells += [f"{host['used'] / GB:.2f} ({host['resident'] / GB:.2f})", f"{row['host_bytes_per_parameter']:.1f}"]
+    cells += [f"{host['used'] / GB:.2f} ({host['resident'] / GB:.2f})"]
+    rest = f" ({beyond[row['name']]:.2f})" if row["name"] in beyond else ""
+    cells += [f"{row['host_bytes_per_parameter']:.2f}{rest}"]
     cells += [f"{seconds['set-up']:.1f}", f"{seconds['build']:.1f}"]
     own = row["report"].get("host_seconds")
     return cells + ([("-" if own is None else f"{own * 1e3:.1f}")] if timed else [])

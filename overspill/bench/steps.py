@@ -74,7 +74,8 @@ def _both_ways(link: Mapping[str, Any] | None) -> float | None:
 def summary(known: Sequence[Row], asked: Run, body: Mapping[str, Any]) -> str:
     """The tables, and what their columns mean."""
     tables = [rows.step_table(known), rows.ratio_table(known, asked.peers), rows.floor_table(body.get("floors", {}))]
-    return "\n\n".join([*filter(None, tables), f"{rows.FORMULA}; GB = 10^9 bytes; B/param: host bytes per parameter"])
+    words = "GB = 10^9 bytes; B/param: used host bytes per parameter, and beyond those of computing alone"
+    return "\n\n".join([*filter(None, tables), f"{rows.FORMULA}; {words}"])
 
 
 def _jobs(asked: Run) -> Iterator[tuple[Ours | None, Job]]:

@@ -121,7 +121,7 @@ def step(
     for name, path in (("trace", trace), ("profile", profile)):
         asking.a_file(name, path)
     asked = steps.Run(
-        training=asking.training(asking.what(model, params, shape), work),
+        training=asking.training(asking.what(model, params, shape, seq), work),
         peers=asking.listed(peers),
         ours=asking.configurations(ours, asking.budgets(gpu, host, nvme)),
         build=build,
