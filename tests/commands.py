@@ -11,7 +11,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from overspill.cli import (
+    bench,  # noqa: F401 - registers the commands
     plan,  # noqa: F401 - registers the command
+    probe,  # noqa: F401 - registers the command
     train,  # noqa: F401 - registers the command
 )
 from overspill.cli.app import app

@@ -1,16 +1,17 @@
-"""The command line: `overspill train`, `overspill plan`.
+"""The command line: `overspill train`, `plan`, `bench`, `probe`.
 
 Thin: parses options, calls the API, shows progress. One file per command, and what they share: `options` and
 `settings` (what is said), `loop` (how a step goes), `meters` (what it takes), `screen` (how it is shown).
 A run without --model: `built_in`, `workload`, `verify`. With --model: `documents` -> `data`, `text_model`,
-`fine_tune` and its `session`, `checkpoints`, `randomness`, `signals`. For `plan`: `sizes`.
-May import: api (through the package), report, and layer 0.
+`fine_tune` and its `session`, `checkpoints`, `randomness`, `signals`. For `plan`: `sizes`. For `bench` and
+`probe`: the folder overspill/bench.
+May import: api (through the package), report, bench, and layer 0.
 """
 
 
 def main() -> None:
     """Entry point of the `overspill` command."""
     # Here, because they import typer and rich: `import overspill.cli` itself stays light.
-    from overspill.cli import app, plan, train  # noqa: F401 - a command registers itself when it is imported
+    from overspill.cli import app, bench, plan, probe, train  # noqa: F401 - a command registers itself when it is imported
 
     raise SystemExit(app.run())

@@ -1,0 +1,70 @@
+"""A picture of a result file: how fast every engine is, and what it takes."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from overspill.bench.models import said
+from overspill.errors import OptionError
+from overspill.report.plot import INK, STYLE, TIER_COLORS
+
+OURS_COLOR, PEER_COLOR = "#c8553d", "#9fb3c8"
+GB = 1e9
+FLOOR = "compute"
+"""The engine that nobody can overtake."""
+
+
+def draw(body: Mapping[str, Any], path: Path) -> None:
+    """Write the picture of what `overspill bench step` found."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    if "engines" not in body:
+        raise OptionError(
+            f"expected a result of overspill bench step, found one of {body.get('what', 'something else')}"
+        )
+    done = [row for row in body["engines"] if row["ok"]]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(12.5, 1.9 + 0.42 * max(3, len(done))), dpi=130, layout="constrained")
+        speed, memory = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
+        _speed(speed, done)
+        _memory(memory, done)
+        figure.suptitle(title(body), x=0.012, ha="left", fontsize=12, fontweight="bold")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+
+
+def title(body: Mapping[str, Any]) -> str:
+    training, machine = body["training"], body["machine"] or {}
+    where = machine.get("gpu") or machine.get("cpu") or "no machine"
+    tokens = training["seq"] * training["micro_batch"] * training["micro_batches"]
+    count = next((row["parameters"] for row in body["engines"] if row["ok"]), 0)
+    return f"{said(count)} parameters, {tokens:,} tokens a step; {where}"
+
+
+def _speed(axes: Any, done: Sequence[Mapping[str, Any]]) -> None:
+    names, speeds = [row["name"] for row in done], [row["tokens_per_second"] for row in done]
+    colors = [OURS_COLOR if row["engine"] == "ours" else PEER_COLOR for row in done]
+    bars = axes.barh(names, speeds, color=colors, height=0.62)
+    axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=4, fontsize=9)
+    floor = [row["tokens_per_second"] for row in done if row["name"] == FLOOR]
+    for speed in floor:
+        axes.axvline(speed, color=INK, linewidth=1.1, linestyle="--", label="compute only")
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.99))
+    axes.set(title="Tokens per second", xlabel="tokens/s")
+    axes.margins(x=0.14)
+    axes.invert_yaxis()
+
+
+def _memory(axes: Any, done: Sequence[Mapping[str, Any]]) -> None:
+    """Two bars a row: CUDA's peak of reserved memory, and the growth of used host memory."""
+    places = range(len(done))
+    gpu = [(row["gpu_peak"] or {}).get("reserved", 0) / GB for row in done]
+    host = [row["host"]["used"] / GB for row in done]
+    for offset, values, tier, name in ((-0.17, gpu, "device", "GPU (reserved)"), (0.17, host, "host", "host (used)")):
+        bars = axes.barh([p + offset for p in places], values, color=TIER_COLORS[tier], height=0.3, label=name)
+        labels = [f"{value:.1f}" if value else "" for value in values]
+        axes.bar_label(bars, labels, padding=3, fontsize=8, color=INK)
+    axes.set(title="Peak memory", xlabel="GB (10^9 bytes)")
+    axes.margins(x=0.12)
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.99), ncols=2)

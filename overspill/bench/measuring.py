@@ -1,0 +1,52 @@
+"""A worker's part of `overspill probe`: every rate of the machine, and that of our own update."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import overspill
+from overspill.bench import timing
+from overspill.tiers import rates
+
+_LAYERS, _WIDTH, _SMALL_WIDTH = 8, 4096, 256
+_ROUNDS = 4
+
+
+def measurements(device: torch.device, nvme: str | None) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+    """What is measured, by name, one after the other."""
+    small = device.type != "cuda"
+    yield "link", partial(rates.link, device)
+    yield "host memory", lambda: {"dram": rates.dram(small)}
+    yield "update", lambda: {"update": update(device)}
+    if nvme is not None:
+        yield "disk", partial(rates.disk, Path(nvme), small)
+    # The last one, because some virtual machines announce instructions for it that end the process.
+    yield "matrix product", lambda: {"matmul": rates.matmul(device)}
+
+
+def update(device: torch.device) -> float:
+    """Elements per second of overspill's own AdamW update, with weights, gradients and states on the device."""
+    width = _WIDTH if device.type == "cuda" else _SMALL_WIDTH
+    with torch.device(device):
+        model: Any = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(_LAYERS))).to(torch.bfloat16)
+        inputs = torch.randn(1, width, dtype=torch.bfloat16)
+    count = sum(p.numel() for p in model.parameters())
+    own = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    homes = dict.fromkeys(("weight", "grad", "state"), "device")
+    model, optimizer = overspill.prepare(model, own, place=homes)
+    best = 0.0
+    for _ in range(_ROUNDS):
+        model(inputs).float().sum().backward()
+        timing.wait(device)
+        with timing.Stopwatch() as watch:
+            optimizer.step()
+            overspill.settle(model)
+            timing.wait(device)
+        optimizer.zero_grad()
+        best = max(best, count / watch.seconds)
+    overspill.close(model)
+    return best

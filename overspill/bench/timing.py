@@ -1,0 +1,115 @@
+"""How long steps take, without disturbing them.
+
+Note [One window]. The host waits for the device before the first measured step and after the last one, never between:
+an engine that overlaps a step with the next one is seen at its real speed. The step time is the window's length over
+its steps. Events on the compute stream mark where one step ends and the next begins; differences between them show how
+steady it is. An update that a step leaves for the next one to do is timed there: a window holds as many updates as it
+has steps.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Told = Callable[[str, int, int], None]
+"""(phase, steps that were issued, of how many)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What was seen, in seconds."""
+
+    step: float
+    """The window over its steps."""
+    issue: float
+    """The host's part: how long it took to issue a step, on average. Close to `step`: the device waits for the host."""
+    steps: Sequence[float]
+    warmup: Sequence[float]
+    losses: Sequence[float]
+    """Of all steps, the warm-up's first."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "step_seconds": self.step,
+            "median_seconds": statistics.median(self.steps),
+            "least_seconds": min(self.steps),
+            "most_seconds": max(self.steps),
+            "issue_seconds": self.issue,
+            "steps_seconds": list(self.steps),
+            "warmup_seconds": list(self.warmup),
+            "losses": list(self.losses),
+        }
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def warm_up(
+    step: Callable[[], Tensor], count: int, device: torch.device, told: Told
+) -> tuple[list[float], list[Tensor]]:
+    """Steps that are not counted, each waited for. Returns how long each took, and their losses."""
+    seconds, losses = [], []
+    for done in range(1, count + 1):
+        begin = time.perf_counter()
+        losses.append(step())
+        wait(device)
+        seconds.append(time.perf_counter() - begin)
+        told("warm-up", done, count)
+    return seconds, losses
+
+
+def window(
+    step: Callable[[], Tensor], count: int, device: torch.device, told: Told, warm: tuple[list[float], list[Tensor]]
+) -> Timed:
+    """Steps that are counted, see Note [One window]; `warm` is what `warm_up` returned."""
+    marks = [_mark(device)]
+    losses = []
+    begin = time.perf_counter()
+    for done in range(1, count + 1):
+        losses.append(step())
+        marks.append(_mark(device))
+        told("steps", done, count)
+    issued = time.perf_counter()
+    wait(device)
+    end = time.perf_counter()
+    between = [_between(a, b) for a, b in itertools.pairwise(marks)]
+    # Losses are read now: reading one would have waited for its step.
+    read = [float(loss) for loss in [*warm[1], *losses]]
+    return Timed((end - begin) / count, (issued - begin) / count, between, warm[0], read)
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between(one: Any, other: Any) -> float:
+    if isinstance(one, float):
+        return float(other - one)
+    return float(one.elapsed_time(other)) / 1000
+
+
+class Stopwatch:
+    """Measures a context, in seconds of the host's clock."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._begin = 0.0
+
+    def __enter__(self) -> "Stopwatch":
+        self._begin = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._begin

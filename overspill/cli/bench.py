@@ -1,0 +1,189 @@
+"""`overspill bench step`, `max-size` and `chart`: ours beside the peers, with everything needed to measure it again."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from overspill.bench import asking, configurations, largest, results, steps
+from overspill.bench import chart as charts
+from overspill.bench.jobs import BUILDS, Training
+from overspill.bench.models import LLAMA
+from overspill.bench.peers import NAMES
+from overspill.bench.results import Files
+from overspill.cli import options as o
+from overspill.cli.app import app, need
+from overspill.cli.sizes import parse_count
+from overspill.errors import OptionError
+
+bench = typer.Typer(help="Measures ours beside the peers.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+MODEL, WORK, ENGINES, FILES = "The model", "A step", "Engines", "Files"
+DEFAULT_PEERS = "compute,torch"
+_T = Training()
+
+Folder = Annotated[
+    Path | None, o.described(MODEL, "Folder of a Transformers model; its config is enough.", "a Llama of 3.14 B")
+]
+Params = Annotated[str | None, o.described(MODEL, "Parameters of a decoder like Llama: 13B, 350M.", "none")]
+Layers = Annotated[int | None, o.described(MODEL, "Its blocks.", LLAMA.layers)]
+Hidden = Annotated[int | None, o.described(MODEL, "Its width.", LLAMA.hidden)]
+Heads = Annotated[int | None, o.described(MODEL, "Its attention heads.", LLAMA.heads)]
+Ffn = Annotated[int | None, o.described(MODEL, "Width of its feed-forward part.", LLAMA.ffn)]
+Vocab = Annotated[int | None, o.described(MODEL, "Its vocabulary.", LLAMA.vocabulary)]
+Seq = Annotated[int, o.described(WORK, "Tokens in a sequence.", _T.seq)]
+MicroBatch = Annotated[int, o.described(WORK, "Sequences in a micro-batch.", _T.micro_batch)]
+MicroBatches = Annotated[int, o.described(WORK, "Backward passes in a step.", _T.micro_batches)]
+Clip = Annotated[float, o.described(WORK, "Norm to clip gradients to; 0 does not clip.", _T.clip)]
+Measured = Annotated[int, o.described(WORK, "Steps that are measured.", _T.steps, "--steps")]
+Warmup = Annotated[int, o.described(WORK, "Steps before the clock starts.", _T.warmup)]
+Recompute = Annotated[bool, o.described(WORK, "Recompute activations.", "yes", "--recompute/--no-recompute")]
+Peers = Annotated[str, o.described(ENGINES, f"Some of {', '.join(NAMES)}; or none.", DEFAULT_PEERS)]
+OursOption = Annotated[
+    list[str] | None,
+    o.described(
+        ENGINES,
+        "A configuration of ours, as keywords of prepare: gpu=16GB or update=eager,clip=0,place=state:host. May be "
+        "given several times; or none. gpu=peak:deepspeed is what that peer was seen to take.",
+        "one, with the budgets below",
+        "--ours",
+    ),
+]
+Gpu = Annotated[str | None, o.described(ENGINES, "GPU budget of ours.", "auto")]
+Host = Annotated[str | None, o.described(ENGINES, "Host budget of ours.", "auto")]
+Nvme = Annotated[list[Path] | None, o.described(ENGINES, "Folder for ours to spill to.", "none")]
+Build = Annotated[str, o.described(ENGINES, f"Where the model for ours is built: {', '.join(BUILDS)}.", "device")]
+Limit = Annotated[float, o.described(ENGINES, "Seconds that every engine has.", 600)]
+EngineList = Annotated[
+    str, o.described(ENGINES, f"Some of {', '.join(('ours', *largest.ON_GPU))}; those on the GPU first.", "ours")
+]
+SizeList = Annotated[
+    list[str] | None,
+    o.described(
+        ENGINES,
+        "max, exactly so many parameters (8B), or a multiple of what torch trains in the same run (5x). May be given "
+        "several times.",
+        largest.MAX,
+        "--size",
+    ),
+]
+Keywords = Annotated[str, o.described(ENGINES, "Keywords of prepare, as in: states=compact.", "none", "--ours")]
+Least = Annotated[str, o.described(ENGINES, "Size with which the search begins.", "100M", "--from")]
+Ratio = Annotated[float, o.described(ENGINES, "Of one size to the next.", 1.02)]
+Out = Annotated[
+    Path | None,
+    o.described(FILES, "JSON file.", "benchmarks/results/..., or runs/... where there is no folder benchmarks"),
+]
+Chart = Annotated[Path | None, o.described(FILES, "PNG file.", "beside the JSON, where matplotlib is installed")]
+TraceFile = Annotated[
+    Path | None, o.described(FILES, "A step of ours by overspill.trace, after the clock.", "none", "--trace")
+]
+Profile = Annotated[Path | None, o.described(FILES, "A step of ours by torch.profiler.", "none")]
+Commit = Annotated[str | None, o.described(FILES, "Which commit this is, where git is not there.", "what git says")]
+
+
+@bench.command()
+def step(
+    model: Folder = None,
+    params: Params = None,
+    layers: Layers = None,
+    hidden: Hidden = None,
+    heads: Heads = None,
+    ffn: Ffn = None,
+    vocab: Vocab = None,
+    seq: Seq = _T.seq,
+    micro_batch: MicroBatch = _T.micro_batch,
+    micro_batches: MicroBatches = _T.micro_batches,
+    clip: Clip = _T.clip,
+    measured: Measured = _T.steps,
+    warmup: Warmup = _T.warmup,
+    recompute: Recompute = True,
+    peers: Peers = DEFAULT_PEERS,
+    ours: OursOption = None,
+    gpu: Gpu = None,
+    host: Host = None,
+    nvme: Nvme = None,
+    build: Build = "device",
+    limit: Limit = 600.0,
+    out: Out = None,
+    chart: Chart = None,
+    trace: TraceFile = None,
+    profile: Profile = None,
+    commit: Commit = None,
+) -> None:
+    """Time steps of ours and of the peers, each in its own process: speed, memory, set-up, ratios."""
+    need("transformers", *(["matplotlib"] if chart else []))
+    shape = {"layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, "vocab": vocab}
+    work = {"seq": seq, "micro_batch": micro_batch, "micro_batches": micro_batches, "clip": clip, "warmup": warmup}
+    work |= {"steps": measured, "recompute": recompute}
+    asking.one_of("build", build, BUILDS)
+    for name, path in (("trace", trace), ("profile", profile)):
+        asking.a_file(name, path)
+    asked = steps.Run(
+        training=asking.training(asking.what(model, params, shape, seq), work),
+        peers=asking.listed(peers),
+        ours=asking.configurations(ours, asking.budgets(gpu, host, nvme)),
+        build=build,
+        limit=limit,
+        trace=trace,
+        profile=profile,
+    )
+    configurations.check(asked.ours, asked.peers)
+    files = Files("step", out, chart, results.head("overspill bench step", commit))
+    known = steps.run(asked, files)
+    files.draw()
+    typer.echo(f"\n{steps.summary(known, asked, files.body)}\n{files}")
+
+
+@bench.command()
+def max_size(
+    engine: EngineList = "ours",
+    size: SizeList = None,
+    gpu: Gpu = None,
+    host: Host = None,
+    nvme: Nvme = None,
+    ours: Keywords = "",
+    seq: Seq = _T.seq,
+    micro_batch: MicroBatch = _T.micro_batch,
+    micro_batches: MicroBatches = _T.micro_batches,
+    clip: Clip = _T.clip,
+    measured: Measured = 3,
+    warmup: Warmup = 1,
+    recompute: Recompute = True,
+    least: Least = "100M",
+    ratio: Ratio = 1.02,
+    build: Build = "meta",
+    limit: Limit = 600.0,
+    out: Out = None,
+    commit: Commit = None,
+) -> None:
+    """Find the largest model that fits the budgets, train it for a few steps, and show that the next one is refused."""
+    need("transformers")
+    work = {"seq": seq, "micro_batch": micro_batch, "micro_batches": micro_batches, "clip": clip, "warmup": warmup}
+    work |= {"steps": measured, "recompute": recompute}
+    asking.one_of("build", build, BUILDS)
+    if not 1 < ratio <= 2:
+        raise OptionError(f"expected --ratio greater than 1 and up to 2, found {ratio}")
+    asked = largest.Run(
+        training=asking.training({}, work),
+        engines=asking.listed(engine),
+        sizes=size or [largest.MAX],
+        keywords=configurations.parse_keywords(ours, asking.budgets(gpu, host, nvme)),
+        search={"least": float(parse_count(least)), "ratio": ratio},
+        build=build,
+        limit=limit,
+    )
+    asked.check()
+    files = Files("max-size", out, None, results.head("overspill bench max-size", commit))
+    cases = largest.run(asked, files)
+    typer.echo(f"\n{largest.summary(cases)}\n{files}")
+
+
+@bench.command()
+def chart(result: Annotated[Path, typer.Argument(help="JSON file of a benchmark.")], out: Chart = None) -> None:
+    """Draw the picture of a result file, for instance of one that was made where there is no matplotlib."""
+    need("matplotlib")
+    target = out or result.with_suffix(".png")
+    charts.draw(results.read(result), target)
+    typer.echo(f"drawn: {target}")

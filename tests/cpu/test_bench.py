@@ -1,0 +1,273 @@
+"""`overspill bench`: the real commands in miniature, each engine in its own process."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from overspill.bench import configurations, results, rows
+from overspill.bench.engines import OWN, Engine
+from overspill.bench.jobs import Job, Training, read_job
+from overspill.bench.models import LLAMA, said, sizes_of, tflops
+from overspill.bench.peers import deepspeed_config
+from overspill.bench.searching import search
+from overspill.bench.watching import resident_of_group, used_bytes
+from overspill.cli.sizes import Sizes
+from overspill.errors import OptionError
+from tests.commands import here
+
+TINY = ["--params", "300K", "--seq", "16", "--micro-batch", "1"]
+KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+HANGING = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path(os.environ["TOLD"]).write_text(str(child.pid))
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """What a run with peers that are well and one that is killed prints, and its folder."""
+    folder = tmp_path_factory.mktemp("step")
+    (folder / "flashoptim.py").write_text(KILLED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        patch.chdir(folder)
+        (folder / "benchmarks").mkdir()
+        peers = ["--peers", "compute,flashoptim,torch,fsdp2"]
+        ours = ["--ours", "gpu=64MiB,host=64MiB,place=weight:device+grad:device+state:host,name=spilled"]
+        ours += ["--ours", "gpu=peak:torch,name=as torch"]
+        files = ["--trace", "trace.json", "--profile", "profile.json", "--commit", "abc"]
+        work = ["--steps", "2", "--warmup", "1", "--micro-batches", "2"]
+        yield here("bench", "step", *TINY, *work, *peers, *ours, *files), folder
+
+
+def body_of(folder: Path) -> dict[str, Any]:
+    (path,) = (folder / "benchmarks/results").glob("step_cpu_*.json")
+    body: dict[str, Any] = json.loads(path.read_text())
+    return body
+
+
+def test_every_engine_has_a_row(compared: tuple[str, Path]) -> None:
+    told, folder = compared
+    engines = {row["name"]: row for row in body_of(folder)["engines"]}
+    assert list(engines) == ["compute", "flashoptim", "torch", "fsdp2", "spilled", "as torch"]
+    assert [name for name in engines if engines[name]["ok"]] == ["compute", "torch", "spilled"]
+    assert "killed by SIGKILL" in engines["flashoptim"]["reason"]
+    assert "expected a cuda device, found none" in engines["fsdp2"]["reason"]
+    assert "expected the GPU peak of torch as a budget" in engines["as torch"]["reason"]
+    for row in engines.values():
+        assert row["name"] in told and (row["ok"] or row["reason"] in told)
+
+
+def test_figures_agree_with_each_other(compared: tuple[str, Path]) -> None:
+    body = body_of(compared[1])
+    done = {row["name"]: row for row in body["engines"] if row["ok"]}
+    for row in done.values():
+        assert row["tokens"] == 32 and len(row["steps_seconds"]) == 2 and len(row["losses"]) == 3
+        assert row["step_seconds"] == pytest.approx(sum(row["steps_seconds"]) / 2, rel=0.2)
+        assert row["tokens_per_second"] == pytest.approx(32 / row["step_seconds"])
+        assert row["model_tflops"] == pytest.approx(6 * row["parameters"] * 32 / row["step_seconds"] / 1e12)
+        assert row["host"]["resident"] > 50 << 20 and row["gpu_peak"] is None
+        assert row["seconds"].keys() == {"load", "build", "set-up", "warm-up", "steps"}
+    assert done["compute"]["losses"][0] == pytest.approx(done["spilled"]["losses"][0], rel=0.01), "the same tokens"
+    speed = {name: row["tokens_per_second"] for name, row in done.items()}
+    assert body["ratios"]["spilled"]["compute"] == pytest.approx(speed["spilled"] / speed["compute"])
+    report = done["spilled"]["report"]
+    assert report["plan"]["parameters"] == done["spilled"]["parameters"]
+    assert report["bytes"]["host"]["state"] > 0 and report["moved"]["up"] > 0
+
+
+def test_a_result_says_where_it_comes_from(compared: tuple[str, Path]) -> None:
+    told, folder = compared
+    body = body_of(folder)
+    assert body["machine"]["cores"] >= 1 and body["machine"]["host_memory"] > 0 and body["machine"]["gpu"] is None
+    assert body["versions"]["torch"] == torch.__version__ and "deepspeed" in body["versions"]
+    assert body["sources"]["commit"] and len(body["sources"]["sha256"]) == 64
+    assert body["date"].endswith("+00:00") and body["command"].startswith("overspill")
+    assert body["training"]["micro_batches"] == 2 and body["link"] is None
+    (chart,) = (folder / "benchmarks/results").glob("step_cpu_*.png")
+    assert chart.read_bytes().startswith(b"\x89PNG") and chart.name in told
+
+
+def test_a_step_of_ours_is_looked_at(compared: tuple[str, Path]) -> None:
+    _, folder = compared
+    assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert json.loads((folder / "profile.json").read_text())["traceEvents"]
+
+
+def test_a_peer_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torchao.py").write_text(HANGING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("TOLD", str(tmp_path / "child"))
+    monkeypatch.chdir(tmp_path)
+    begin = time.monotonic()
+    told = here("bench", "step", *TINY, "--peers", "torchao", "--ours", "none", "--limit", "6", "--out", "a/b.json")
+    assert time.monotonic() - begin < 30
+    assert "not done after 6 s, in phase 'start'; ended" in told
+    child = Path("/proc", (tmp_path / "child").read_text())
+    assert not child.exists() or "zombie" in (child / "status").read_text(), "a child was left"
+    (row,) = json.loads((tmp_path / "a/b.json").read_text())["engines"]
+    assert not row["ok"] and row["process_seconds"] >= 6
+
+
+def test_the_largest_size_is_trained_and_the_next_refused(tmp_path: Path) -> None:
+    budgets = ["--gpu", "24MiB", "--host", "24MiB"]
+    work = ["--seq", "16", "--micro-batch", "1", "--from", "300K", "--ratio", "1.3"]
+    out = tmp_path / "largest.json"
+    told = here("bench", "max-size", *budgets, *work, "--engine", "ours", "--out", str(out))
+    (case,) = json.loads(out.read_text())["cases"]
+    assert case["row"]["ok"] and len(case["row"]["steps_seconds"]) == 3
+    assert case["row"]["settings"]["training"]["clip"] == 1.0
+    largest, following = case["row"]["parameters"], case["next"]["parameters"]
+    assert 1.1 < following / largest < 1.5
+    assert case["next"]["refused"].startswith("expected room for") and case["next"]["refused"] in told
+    by_size = {each["parameters"]: each["refused"] for each in case["search"]["tries"]}
+    assert by_size[largest] is None and by_size[following] == case["next"]["refused"]
+    assert case["row"]["report"]["peak"]["host"] <= 24 << 20
+
+
+@pytest.mark.parametrize("ratio", [1.02, 1.3, 2.0])
+@pytest.mark.parametrize("limit", [1e6, 3.3e6, 47e6])
+def test_a_search_ends_between_two_sizes(limit: float, ratio: float) -> None:
+    asked = {"least": 1e6, "ratio": ratio}
+
+    def attempt(sizes: Sizes) -> str | None:
+        return None if sizes.parameters <= limit * 1.01 else f"{sizes.parameters} are too many"
+
+    found = search(asked, attempt, lambda _: None)
+    tried = {each["place"]: each["refused"] for each in found.tries}
+    assert tried[found.place] is None and tried[found.place + 1] == found.refusal
+    assert len(found.tries) == len(tried), "no size is tried twice"
+    with pytest.raises(OptionError, match="a smaller --from"):
+        search({**asked, "least": 2 * limit}, attempt, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["step", "--peers", "torch,lightning"], "--peers as a list of compute, torch, .*, found 'lightning'"),
+        (["step", "--peers", "torch,torch"], "engines of different names, found 'torch' twice"),
+        (["step", "--peers", "none", "--ours", "none"], "something to measure, found neither"),
+        (["step", "--ours", "gpu"], "--ours as NAME=VALUE,NAME=VALUE, found 'gpu'"),
+        (["step", "--ours", "gpus=1GB"], "found 'gpus' in 'gpus=1GB'; known are activations, build"),
+        (["step", "--ours", "gpu=lots"], "found 'lots'"),
+        (["step", "--ours", "place=state:moon"], "to one of .*, found 'state': 'moon'"),
+        (["step", "--ours", "clip=-1"], "clip= from 0, which means not to clip, found '-1'"),
+        (["step", "--ours", "gpu=peak:deepspeed"], "add it to --peers"),
+        (["step", "--build", "moon"], "--build to be one of device, host, meta, found 'moon'"),
+        (["step", "--steps", "0"], "--steps from 1, found 0"),
+        (["step", "--seq", "1"], "--seq from 2, found 1"),
+        (["step", "--clip", "nan"], "--clip from 0, which means not to clip, found nan"),
+        (["step", "--heads", "7"], "divide --hidden 3072 into even parts, found 7"),
+        (["step", "--params", "1B", "--ffn", "64"], "--params or --ffn, found both"),
+        (["step", "--model", "missing"], "a folder with a config.json"),
+        (["step", "--model", "missing", "--layers", "2"], "--layers without --model, found both"),
+        (["step", "--trace", "nowhere/trace.json"], "--trace as a file in an existing folder"),
+        (["step", "--out", "."], "a file that can be written, found the folder '.'"),
+        (["max-size", "--engine", "deepspeed"], "--engine as a list of ours, torch, torch-bf16, flashoptim"),
+        (["max-size", "--size", "5x"], "--engine torch,ours with --size 5x, found --engine ours"),
+        (["max-size", "--size", "big"], "found 'big'"),
+        (["max-size", "--ours", "clip=0"], "keywords of overspill.prepare, found 'clip=0'; use --clip"),
+        (["max-size", "--ratio", "1"], "--ratio greater than 1 and up to 2, found 1.0"),
+        (["chart", "missing.json"], "a result file of overspill bench, found 'missing.json'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_options_are_refused(options: list[str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        here("bench", *options)
+
+
+def test_configurations_are_read_as_prepare_takes_them() -> None:
+    base = {"gpu": "auto", "host": "8GiB"}
+    found = configurations.parse(
+        "gpu=0.5,place=weight:host+state:nvme,nvme=/a+/b,micro_batches=4,clip=0,build=meta", base
+    )
+    assert found.keywords == {
+        "gpu": 0.5,
+        "host": "8GiB",
+        "place": {"weight": "host", "state": "nvme"},
+        "nvme": ["/a", "/b"],
+        "micro_batches": 4,
+    }
+    assert (found.clip, found.build, found.budget_of) == (0.0, "meta", None)
+    assert configurations.parse("", {}).label == "ours" and configurations.parse("gpu=1GB", {}).label == "ours gpu=1GB"
+    peak = configurations.parse("gpu=peak:deepspeed,name=small", {"host": "1GB"})
+    assert peak.budget_of == "deepspeed" and peak.within(7).keywords == {"host": "1GB", "gpu": 7}
+
+
+def test_a_job_crosses_the_border(tmp_path: Path) -> None:
+    training = Training(sizes=LLAMA, seq=16, clip=0.5)
+    job = Job(kind="train", label="x", training=training, keywords={"place": {"state": "host"}}, cap="1GB")
+    job.write(tmp_path / "job.json")
+    assert read_job(tmp_path / "job.json") == job
+
+
+def test_the_default_model_is_that_of_the_evidence() -> None:
+    assert LLAMA.parameters == 3_141_172_224 and said(LLAMA.parameters) == "3.14B"
+    assert tflops(LLAMA.parameters, 8192, 0.465) == pytest.approx(332, abs=1)
+    for count in (350 * 10**6, 3 * 10**9, 18 * 10**9):
+        assert sizes_of(count).parameters == pytest.approx(count, rel=0.02) and sizes_of(count).ffn % 64 == 0
+
+
+def test_host_peaks_are_those_of_training() -> None:
+    by_phase = {"load": 90, "set-up": 10, "steps": 30}
+    host = {"used_by_phase": by_phase, "resident_by_phase": {"build": 7}}
+    assert rows.host_peaks(host, 5) == {"used": 30, "resident": 7}, "phases that were too short to be seen"
+    assert rows.host_peaks(host, 25) == {"used": 30, "resident": 25}
+
+
+def row(name: str, engine: str, seconds: float, **more: Any) -> dict[str, Any]:
+    figures = {"ok": True, "step_seconds": seconds, "tokens_per_second": 100 / seconds, "parameters": 10, "report": {}}
+    return {"name": name, "engine": engine, **figures, "host": {"used": 100}, **more}
+
+
+def test_the_least_possible_step_is_computing_or_moving() -> None:
+    ours = [row(f"ours {n}", "ours", 2.2, report={"moved": {"up": n, "down": n, "read": 9}}) for n in (10, 100)]
+    found = rows.floors([row("compute", "compute", 1.0), *ours], 100.0)
+    assert found["ours 10"]["floor_seconds"] == 1.0 and found["ours 100"]["floor_seconds"] == 2.0
+    assert found["ours 100"]["above"] == pytest.approx(1.1)
+    assert "1.100" in rows.floor_table(found)
+    assert rows.floors(ours, 100.0) == {} and rows.floors([row("compute", "compute", 1.0), *ours], None) == {}
+
+
+def test_host_bytes_are_counted_above_those_of_computing() -> None:
+    known = [row("compute", "compute", 1.0), row("ours", "ours", 1.0, host={"used": 200})]
+    assert rows.above_compute(known) == {"ours": 10.0} and rows.above_compute(known[1:]) == {}
+
+
+def test_results_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    machine, date = {"gpu": "NVIDIA H200"}, "2026-11-15T10:00:00+00:00"
+    first = results.place("step", machine, date)
+    assert first == Path("runs/step_nvidia-h200_2026-11-15.json")
+    results.write(first, {"a": 1})
+    assert results.read(first) == {"a": 1}
+    assert results.place("step", machine, date) == Path("runs/step_nvidia-h200_2026-11-15-2.json")
+    (tmp_path / "benchmarks").mkdir()
+    assert results.place("step", {}, date) == Path("benchmarks/results/step_cpu_2026-11-15.json")
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    engine = Engine("", OWN["torch"].build, OWN["torch"].set_up, packages=("no_such_package",))
+    with pytest.raises(OptionError, match="expected the package no_such_package, found none; install it"):
+        engine.check(torch.device("cpu"))
+
+
+def test_deepspeed_is_told_the_same_step() -> None:
+    job = Job(kind="train", training=Training(sizes=LLAMA, micro_batch=4, micro_batches=8))
+    second, third = deepspeed_config(job, 2), deepspeed_config(job, 3)
+    assert second["gradient_accumulation_steps"] == 8 and second["gradient_clipping"] == 1.0
+    assert "offload_param" not in second["zero_optimization"] and "offload_param" in third["zero_optimization"]
+
+
+def test_memory_is_seen_from_outside() -> None:
+    assert used_bytes() > 0
+    assert resident_of_group(os.getpgrp()) > 10 << 20
