@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from contextlib import ExitStack
@@ -189,7 +190,8 @@ def build_engine(
         extend = _Extend(made, paths, tiers, pin)
         source = source_of(model, chosen.weights, device, comm)
         materials = Materials(device, optimizer, update_rule(optimizer, chosen), source, extend, comm)
-        built = build(laid_out, made.program, tiers, materials)
+        program = dataclasses.replace(made.program, eager=chosen.update == "eager")
+        built = build(laid_out, program, tiers, materials)
         undo.pop_all()
     buffers = tuple((buffer, buffer.device) for buffer in model.buffers())
     for buffer, _ in buffers:

@@ -34,6 +34,8 @@ from overspill.specs import (
     ring_slot_bytes,
 )
 
+MOST_SLOTS = 128
+"""Of the ring: as long as a backward pass takes, the link brings about that much."""
 WORKSPACE = 4
 """fp32 copies of a page's parameters that an optimizer's own step may hold for a moment."""
 BESIDE_MASTERS = 2
@@ -228,8 +230,19 @@ def _finish(request: Request, placements: tuple[Placement, ...]) -> Plan:
     least = _needed(request, placements, _least)
     if least + _largest(model) > budget.device:
         raise BudgetError(_too_small(request, least + _largest(model), placements))
-    roomy = _needed(request, placements, _ahead) + _largest(model) <= budget.device
-    return finish(request, placements, (_ahead if roomy else _least)(request, placements))
+    ahead = _needed(request, placements, _ahead)
+    if ahead + _largest(model) > budget.device:
+        return finish(request, placements, _least(request, placements))
+    return finish(request, placements, _longer_ring(request, placements, ahead))
+
+
+def _longer_ring(request: Request, placements: tuple[Placement, ...], needed: int) -> Limits:
+    """Where device memory is left beyond what is kept for activations, more pages are fetched ahead of the step."""
+    limits, slot = _ahead(request, placements), ring_slot_bytes(request.model, placements)
+    spare = request.budget.device - needed - _activations(request, needed)
+    if limits.depth == 1 or not slot or spare < slot:
+        return limits
+    return replace(limits, depth=min(limits.depth + spare // slot, MOST_SLOTS))
 
 
 def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) -> Plan:

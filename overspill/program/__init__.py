@@ -20,8 +20,9 @@ a copy that was queued long before it can run holds up a small one that the mode
 out only when its slot is free, which is when the page that was there before is home. Whoever needs a unit waits, on
 the host, until all of its pages are handed out; never until they are done.
 
-Note [Earliest deadline first]: while nobody needs anything, pages of pending updates are handed out ahead of their use,
-first those of the unit that is expected to be needed first.
+Note [Earliest deadline first]: while nobody needs anything, pages of pending updates are handed out ahead of their use:
+first those whose gradients are computed, and of these first those of the unit that is expected to be needed first. When
+none is pending, state that the next step will update first is fetched into the slots that are free.
 
 Note [Ranks]: over several ranks, ops on the comm lane are collectives: every rank must run the same ones in the same
 order. All ranks fold the same function, so they do as long as they see the same events; where they do not (a unit that
@@ -33,7 +34,6 @@ and steps. gradients.py: their way home. May import: layer 0 only.
 
 from overspill.program.gradients import WAITING
 from overspill.program.react import react, start
-from overspill.program.updates import next_unit
 from overspill.program.words import (
     Ahead,
     Begin,
@@ -73,7 +73,6 @@ __all__ = [
     "Settle",
     "State",
     "Step",
-    "next_unit",
     "react",
     "start",
 ]

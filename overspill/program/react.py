@@ -52,7 +52,7 @@ def react(program: Program, state: State, event: Event) -> tuple[State, list[Op]
         case Due():
             state = due(state, event.units, ops)
         case Ahead():
-            state = ahead(program, state, ops)
+            state = ahead(program, state, event, ops)
         case Settle():
             state = _settle(program, state, event, ops)
         case Join():
@@ -66,6 +66,8 @@ def react(program: Program, state: State, event: Event) -> tuple[State, list[Op]
 
 def _need(program: Program, state: State, event: Need, ops: list[Op]) -> State:
     state = advance(state, event)
+    if event.phase == "train" and not state.training:
+        state = replace(state, training=True)
     keep = event.held | state.pinned | frozenset(event.units)
     for unit in event.units:
         state = _make_whole(program, state, unit, keep, ops)
@@ -125,6 +127,10 @@ def _step(program: Program, state: State, event: Step, ops: list[Op]) -> State:
 
 def _settle(program: Program, state: State, event: Settle, ops: list[Op]) -> State:
     every = range(len(program.model.units))
+    if event.units is None:
+        # What was fetched ahead may be read or replaced from outside now.
+        pending = frozenset(page for page in state.ready if page[0] in state.pending)
+        state = replace(state, training=False, ready=pending)
     units = [u for u in (every if event.units is None else event.units) if u in state.pending]
     for unit in units:
         keep = state.pinned | event.held | {unit}

@@ -1,15 +1,16 @@
 """Updates: page by page, before a unit's next use."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from overspill.program.passing import drop_grad, lanes
-from overspill.program.words import Key, Kind, Lane, Op, Program, State
+from overspill.program.words import Ahead, Key, Kind, Lane, Op, Program, State
 
 
 def due(state: State, units: frozenset[int], ops: list[Op]) -> State:
     """Updates of these units are due: with the gradients, weights and factors of this moment."""
     ops += [Op(Kind.DUE, Lane.COMPUTE, unit) for unit in sorted(units)]
-    return replace(state, pending=state.pending | units)
+    return replace(state, pending=state.pending | units, due=(*state.due, *sorted(units)))
 
 
 def update(program: Program, state: State, unit: int, ops: list[Op]) -> State:
@@ -31,35 +32,65 @@ def update(program: Program, state: State, unit: int, ops: list[Op]) -> State:
     gathered = state.gathered - {unit} if program.gathers else state.gathered
     changed = state.changed | {unit} if program.away(unit) else state.changed
     issued = {u: n for u, n in state.issued.items() if u != unit}
-    return replace(state, pending=state.pending - {unit}, issued=issued, gathered=gathered, changed=changed)
+    left = tuple(u for u in state.due if u != unit)
+    state = replace(state, pending=state.pending - {unit}, due=left, issued=issued)
+    return replace(state, gathered=gathered, changed=changed)
 
 
-def ahead(program: Program, state: State, ops: list[Op]) -> State:
-    """The next page of the unit that is needed first, of those whose weights are here."""
-    unit = next_unit(program, state)
+def ahead(program: Program, state: State, event: Ahead, ops: list[Op]) -> State:
+    """See Note [Earliest deadline first]."""
+    unit = None if program.shares_room else _next_unit(program, state, event.computed)
     if unit is None:
-        return state
+        return _fetch_ahead(program, state, ops)
     if not program.passes(unit):
         return _issue_all(program, state, unit, ops)
     page = state.issued.get(unit, 0)
-    return _issue(program, _stage(program, state, unit, page, ops), unit, page, ops)
+    if not program.from_disk(unit) or ((unit, page) in event.fetched and (unit, page) in state.ready):
+        return _issue(program, _stage(program, state, unit, page, ops), unit, page, ops)
+    # Nobody shall wait for a disk while others want to go on: read ahead, and update what has been read.
+    for later in range(page, len(program.model.units[unit].pages)):
+        if (unit, later) not in state.ready and len(state.ready) < program.limits.depth:
+            return _stage(program, state, unit, later, ops)
+    return state
 
 
-def next_unit(program: Program, state: State) -> int | None:
-    """See Note [Earliest deadline first]."""
-    open_ = [
+def _next_unit(program: Program, state: State, computed: frozenset[int]) -> int | None:
+    """Of the units whose weights are here and that have pages left, the one that is needed first; one whose gradients
+    are still being computed only if there is no other."""
+    left = [
         unit
-        for unit in state.pending
+        for unit in state.due
         if state.issued.get(unit, 0) < len(program.model.units[unit].pages)
         and (not program.away(unit) or unit in state.here)
     ]
-    if len(open_) <= 1:
-        return open_[0] if open_ else None
+    there = [unit for unit in left if unit in computed]
+    if not there and program.eager:
+        # They are computed in the order in which they became due.
+        return left[0] if left else None
+    left = there or left
+    return next((unit for unit in _deadlines(state) if unit in left), min(left, default=None))
+
+
+def _deadlines(state: State) -> Iterator[int]:
+    """Units in the order in which they are expected to be needed, this step's first."""
     expected = state.expected.get(state.phase, ())
-    for unit in (*expected[state.cursor :], *expected):
-        if unit in open_:
-            return unit
-    return min(open_)
+    yield from expected[state.cursor :]
+    yield from expected
+
+
+def _fetch_ahead(program: Program, state: State, ops: list[Op]) -> State:
+    """Nothing is pending: fetch a page that the next step's first updates will want, if a slot is free for it."""
+    if not state.training or program.eager or len(state.ready) >= program.limits.depth or program.shares_room:
+        return state
+    for unit in dict.fromkeys(state.expected.get("train", ())):
+        if program.placements[unit].state == "device":
+            continue
+        for page, spec in enumerate(program.model.units[unit].pages):
+            if spec.state_bytes and (unit, page) not in state.ready:
+                state, slot, done = _take_slot(program, state, (unit, page))
+                _fetch(program, (unit, page), slot, done, ops)
+                return state
+    return state
 
 
 def _issue_all(program: Program, state: State, unit: int, ops: list[Op]) -> State:
@@ -79,30 +110,52 @@ def _issue(program: Program, state: State, unit: int, page: int, ops: list[Op]) 
         # Behind the update, which the compute lane has not been told of if that has a lane of its own.
         behind, free = (Key(Kind.UPDATE, unit, page),), lane != Lane.COMPUTE
         ops.append(Op(Kind.STATE_STORE, lanes(home)[1], unit, page, spec.state_bytes, behind, free=free))
-    return replace(state, issued={**state.issued, unit: page + 1}, ready=state.ready - {(unit, page)})
+    issued, done = {**state.issued, unit: page + 1}, {(unit, page)}
+    return replace(state, issued=issued, ready=state.ready - done, fed=state.fed - done)
 
 
 def _stage(program: Program, state: State, unit: int, page: int, ops: list[Op]) -> State:
-    """Bring what a page's update needs to the device, into the slot that was taken the longest time ago. See
-    Note [Never far ahead]."""
-    placement, spec = program.placements[unit], program.model.units[unit].pages[page]
-    state_bytes = spec.state_bytes if placement.state != "device" else 0
-    grad_bytes = spec.grad_bytes if placement.grad != "device" else 0
-    if (unit, page) in state.ready or not (state_bytes or grad_bytes):
-        return state
+    """Bring what a page's update needs to the device, if that has not been done ahead."""
     while state.leaving and program.shares_room:
         state = drop_grad(program, state, ops)
-    slot, full = state.turn % program.limits.depth, len(state.staged) >= program.limits.depth
-    old = state.staged[0] if full else None
-    done = () if old is None else (Key(Kind.STATE_STORE, *old), Key(Kind.UPDATE, *old))
-    if state_bytes:
-        stored = (Key(Kind.STATE_STORE, unit, page),)
-        lane = lanes(placement.state)[0]
-        ops.append(Op(Kind.STATE_FETCH, lane, unit, page, state_bytes, stored, slot, done, free=True))
-    if grad_bytes:
+    fetched = next((s[2] for s in state.staged if s[:2] == (unit, page) and (unit, page) in state.ready), None)
+    slot, done = fetched, tuple[Key, ...]()
+    if slot is None:
+        state, slot, done = _take_slot(program, state, (unit, page))
+        _fetch(program, (unit, page), slot, done, ops)
+    placement, spec = program.placements[unit], program.model.units[unit].pages[page]
+    if placement.grad != "device" and spec.grad_bytes and (unit, page) not in state.fed:
+        state = replace(state, fed=state.fed | {(unit, page)})
         waits = (Key(Kind.DUE, unit), *(Key(Kind.GRAD_STORE, unit, part.param) for part in spec.parts))
         lane = lanes(placement.grad)[0]
-        ops.append(Op(Kind.PAGE_GRADS, lane, unit, page, grad_bytes, waits, slot, done, free=True))
-    kept = state.staged[1:] if full else state.staged
-    ready = state.ready | {(unit, page)}
-    return replace(state, staged=(*kept, (unit, page)), ready=ready, turn=state.turn + 1)
+        ops.append(Op(Kind.PAGE_GRADS, lane, unit, page, spec.grad_bytes, waits, slot, done, free=True))
+    return state
+
+
+def _take_slot(program: Program, state: State, page: tuple[int, int]) -> tuple[State, int, tuple[Key, ...]]:
+    """Give a page a slot: which, and what must be over before it may be used. See Note [Never far ahead]."""
+    staged, ready, slot, done = state.staged, state.ready, len(state.staged), tuple[Key, ...]()
+    own = next((s for s in staged if s[:2] == page), None)
+    if own is not None or len(staged) >= program.limits.depth:
+        old = own or next((s for s in staged if s[:2] not in ready), None) or _needed_last(state, page)
+        staged, slot, ready = tuple(s for s in staged if s is not old), old[2], ready - {old[:2]}
+        state = replace(state, fed=state.fed - {old[:2]})
+        kinds = (Kind.STATE_STORE, Kind.UPDATE, Kind.STATE_FETCH, Kind.PAGE_GRADS)
+        done = tuple(Key(kind, *old[:2]) for kind in kinds)
+    return replace(state, staged=(*staged, (*page, slot)), ready=ready | {page}), slot, done
+
+
+def _fetch(program: Program, page: tuple[int, int], slot: int, done: tuple[Key, ...], ops: list[Op]) -> None:
+    home, spec = program.placements[page[0]].state, program.model.units[page[0]].pages[page[1]]
+    if home != "device" and spec.state_bytes:
+        stored = (Key(Kind.STATE_STORE, *page),)
+        ops.append(Op(Kind.STATE_FETCH, lanes(home)[0], *page, spec.state_bytes, stored, slot, done, free=True))
+
+
+def _needed_last(state: State, page: tuple[int, int]) -> tuple[int, int, int]:
+    """Of the pages that were fetched ahead, the one that is expected last gives its slot up; none that is updated just
+    before the one that wants it."""
+    order = {unit: i for i, unit in reversed(list(enumerate(_deadlines(state))))}
+    first = state.issued.get(page[0], 0)
+    others = [s for s in state.staged if not (s[0] == page[0] and first <= s[1] < page[1])]
+    return max(others, key=lambda s: (order.get(s[0], len(order)), s[1]))

@@ -137,7 +137,12 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """There is time to do one page of a pending update before anybody needs it."""
+    """There is time to do one page of a pending update before anybody needs it; or to fetch one that will be updated
+    soon. `computed`: units whose gradients are not only due but there. `fetched`: (unit, page) that have been read from
+    a disk."""
+
+    computed: frozenset[int] = frozenset()
+    fetched: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +185,8 @@ class Program:
     model: ModelSpec
     placements: tuple[Placement, ...]
     limits: Limits
+    eager: bool = False
+    """Whether updates are due in backward, unit by unit, and not all with the step."""
 
     def away(self, unit: int) -> bool:
         """Whether the unit's weights are on the device only while they are used: they, or most of them, live
@@ -200,6 +207,10 @@ class Program:
         """Whether pages of the unit pass through the ring."""
         return self.placements[unit].state != "device" or self.placements[unit].grad != "device"
 
+    def from_disk(self, unit: int) -> bool:
+        """Whether somebody waits until its pages, or their gradients, are read."""
+        return "nvme" in (self.placements[unit].state, self.placements[unit].grad)
+
     @property
     def shares_room(self) -> bool:
         """Whether pages give their room up to gradients on their way home. See Note [Passing bytes]."""
@@ -217,12 +228,16 @@ class State:
     """Units with an update that is due and that the compute lane is not behind."""
     issued: dict[int, int] = field(default_factory=dict)
     """Of pending units: how many pages were handed out."""
-    staged: tuple[tuple[int, int], ...] = ()
-    """(unit, page) that have slots of the ring, for an update or on their way home, the oldest first."""
+    due: tuple[int, ...] = ()
+    """The pending units, in the order in which they became so."""
+    staged: tuple[tuple[int, int, int], ...] = ()
+    """(unit, page, slot) that have slots of the ring, for an update or on their way home, the oldest first."""
     ready: frozenset[tuple[int, int]] = frozenset()
-    """Those of them that wait for their update."""
-    turn: int = 0
-    """How many pages were staged so far: they take the ring's slots in turn."""
+    """(unit, page) of those that wait for their update."""
+    fed: frozenset[tuple[int, int]] = frozenset()
+    """Those of them that have their gradients beside them, where these live elsewhere."""
+    training: bool = False
+    """Whether a forward pass has begun since all was brought home: pages may be fetched for the next step."""
     leaving: tuple[tuple[int, int], ...] = ()
     """(unit, param) of gradients on their way home."""
     gathered: frozenset[int] = frozenset()

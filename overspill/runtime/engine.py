@@ -38,8 +38,9 @@ class Engine:
         self.closed = False
         self.eager: Eager | None = None
         self.residency = Residency(model, parts)
-        trained = [p for unit in self.units for p in unit.params if p.requires_grad]
-        parts.made.grads.bytes.current = lambda: [g for g in map(gradient_of, trained) if g is not None]
+        # Weakly, because what is in `p.grad` refers to all this where Python's garbage collector does not look.
+        trained = [weakref.ref(p) for unit in self.units for p in unit.params if p.requires_grad]
+        parts.made.grads.bytes.current = lambda: [g for ref in trained if (g := gradient_of(ref())) is not None]
         self.measures = Measures(parts.executor, parts.device_peak)
         self._watch = ShapeWatch(model)
         ranks = parts.made.ranks

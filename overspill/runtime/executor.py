@@ -4,13 +4,13 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from overspill.errors import StateError
-from overspill.program import Ahead, Event, Key, Kind, Lane, Op, Program, State, next_unit, react, start
+from overspill.program import Ahead, Event, Key, Kind, Lane, Op, Program, State, react, start
 from overspill.runtime.lanes import Lanes, Ticket, Tickets, Work
 from overspill.runtime.pager import Pager
 from overspill.runtime.ranks import Ranks
@@ -56,7 +56,7 @@ class Executor:
                 self.ranks.joins[chosen.kind](chosen)
                 state, ops = react(self.program, self.state, event)
             self._fold(state, ops)
-        if self.pager is not None and self.state.pending:
+        if self.pager is not None and (self.state.pending or self.state.training):
             self.pager.wake()
 
     def join(self, event: Event) -> None:
@@ -95,17 +95,30 @@ class Executor:
         """Do one page of what is pending, if its slot is free; else what that waits for. None: nothing is to be done.
         Called by another thread than the one that uses the model."""
         with self.lock:
-            unit = None if self._failed is not None else next_unit(self.program, self.state)
-            if unit is None:
+            if self._failed is not None:
                 return None
-            staged = self.state.staged
-            if self.program.passes(unit) and len(staged) >= self.program.limits.depth:
-                keys = [Key(kind, *staged[0]) for kind in (Kind.STATE_STORE, Kind.UPDATE)]
-                waits = [ticket for ticket in self._tickets.of(keys) if not ticket.over]
-                if waits:
-                    return waits
-            self._fold(*react(self.program, self.state, Ahead()))
+            state, ops = react(self.program, self.state, Ahead(self._computed(), self._fetched()))
+            keys = [key for op in ops for key in op.done] if ops else _fetches(self.state.ready)
+            waits = [ticket for ticket in self._tickets.of(keys) if not ticket.over]
+            if not ops or waits:
+                return waits or None
+            self._fold(state, ops)
         return ()
+
+    def _fetched(self) -> frozenset[tuple[int, int]]:
+        """Pages that wait for their update and are there."""
+        ready = (page for page in self.state.ready if self.program.from_disk(page[0]))
+        return frozenset(page for page in ready if all(t.issued for t in self._tickets.of(_fetches((page,)))))
+
+    def _computed(self) -> frozenset[int]:
+        """Units whose gradients are due and there."""
+        found: list[int] = []
+        for unit in self.state.due:
+            # One after the other on one stream: if this one is not there yet, the others are not either.
+            if not all(ticket.over for ticket in self._tickets.of((Key(Kind.DUE, unit),))):
+                break
+            found.append(unit)
+        return frozenset(found)
 
     def _run(self, op: Op) -> None:
         for ticket in self._tickets.of(op.done):
@@ -142,3 +155,7 @@ class Executor:
     def finish(self) -> None:
         """Block until every lane is idle."""
         self._tickets.finish()
+
+
+def _fetches(pages: Iterable[tuple[int, int]]) -> list[Key]:
+    return [Key(kind, *page) for page in pages for kind in (Kind.STATE_FETCH, Kind.PAGE_GRADS)]

@@ -96,9 +96,9 @@ class GradHandle(torch.Tensor):
         return _at_once(func, args, kwargs)
 
 
-def gradient_of(p: Tensor) -> Generation | None:
+def gradient_of(p: Tensor | None) -> Generation | None:
     """The gradient in `p.grad`, if it is one of ours."""
-    gradient = p.grad
+    gradient = None if p is None else p.grad
     part = None if gradient is None else local_of(gradient)
     return part.generation if isinstance(part, GradHandle) else None
 

@@ -48,9 +48,14 @@ class Ticket:
                 here.wait_event(event)
 
     @property
+    def issued(self) -> bool:
+        """Whether nobody would have to wait on the host."""
+        return not isinstance(self._work, Future) or self._work.done()
+
+    @property
     def over(self) -> bool:
         """Whether the work is done."""
-        if isinstance(self._work, Future) and not self._work.done():
+        if not self.issued:
             return False
         event = self._event()
         return event is None or bool(event.query())

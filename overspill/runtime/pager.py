@@ -37,8 +37,7 @@ class Pager:
         kept = weakref.ref(executor, lambda _: self._stop())
         self._thread = threading.Thread(target=self._loop, args=(kept, device), name="overspill-pager", daemon=True)
         self._thread.start()
-        # A thread that is inside of CUDA when Python ends would take the process down with it.
-        atexit.register(self.close)
+        _pagers.add(self)
 
     def wake(self) -> None:
         """There may be something to do."""
@@ -50,7 +49,6 @@ class Pager:
 
     def close(self) -> None:
         self._stop()
-        atexit.unregister(self.close)
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -68,8 +66,20 @@ class Pager:
                 log.exception("an update that was done ahead of its use failed")
                 return
             if self._closed:
-                atexit.unregister(self.close)
                 return
+
+
+_pagers: "weakref.WeakSet[Pager]" = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for pager in list(_pagers):
+        pager.close()
+
+
+# Before Python ends its pools of threads, which pages are handed to; and a thread that is inside of CUDA when Python is
+# gone would take the process down with it.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 
 def _one(executor: Pages | None) -> bool:

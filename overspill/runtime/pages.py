@@ -146,6 +146,11 @@ class Pages:
         self._executor.finish_latest(Key(Kind.STATE_STORE, unit, page))
         self._filled.add((unit, page))
         home[0].store(home[1], memory)
+        fetched = self._here.get((unit, page))
+        if fetched is not None:
+            # It was fetched ahead for the next update.
+            self._executor.finish_latest(Key(Kind.STATE_FETCH, unit, page))
+            fetched[: memory.numel()].copy_(memory)
         if memory.is_cuda:
             torch.cuda.current_stream(memory.device).synchronize()
 

@@ -1,4 +1,4 @@
-"""Updates ahead of their use, by a thread of their own, and begun in backward: the bits stay those of the plain loop."""
+"""Updates ahead of their use, by a thread of their own, and begun in backward: the bits stay those of a plain loop."""
 
 import gc
 from collections.abc import Iterator

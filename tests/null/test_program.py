@@ -65,7 +65,7 @@ def random_events(rng: random.Random, units: int, count: int) -> list[Event]:
     events: list[Event] = []
     for _ in range(count):
         kind = rng.randrange(8)
-        events += [Ahead()] * rng.randrange(4)
+        events += [Ahead(frozenset(rng.sample(range(units), rng.randrange(units + 1))))] * rng.randrange(4)
         u = rng.randrange(units)
         if kind < 4:
             events.append(Need((u,), rng.choice(("train", "eval"))))
@@ -105,7 +105,8 @@ class Machine:
         elif op.kind in (Kind.STATE_FETCH, Kind.PAGE_GRADS):
             assert not (self.grads and self.program.shares_room), "pages and gradients pass together"
             if self.pages.get(op.slot, (unit, op.item)) != (unit, op.item):
-                assert Key(Kind.UPDATE, *self.pages[op.slot]) in op.done, "a slot is taken before it is free"
+                keys = {Key(kind, *self.pages[op.slot]) for kind in (Kind.UPDATE, Kind.STATE_STORE, Kind.STATE_FETCH)}
+                assert keys <= set(op.done), "a slot is taken before it is free"
             self.pages[op.slot] = (unit, op.item)
         elif op.kind == Kind.UPDATE:
             assert home.weight == "device" or unit in self.here
