@@ -5,6 +5,7 @@ place are written down (generation.py, Note [Generations]), and any other reader
 cannot be written down, get the gradient's own bytes (gradients.py, Note [Lent gradients]).
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from overspill.errors import StateError
 from overspill.runtime.generation import Change, Generation, full_dtype, number
 from overspill.runtime.gradients import Gradients
 from overspill.units.local import local_of
@@ -26,7 +28,8 @@ class GradHandle(torch.Tensor):
     """A gradient whose bytes live with the engine. Aliases of it (`.detach()`, `.data`) share its cell."""
 
     _cell: list[Generation]
-    _book: Gradients
+    _ref: "weakref.ref[Gradients]"
+    """Weakly, because `p.grad` lies where Python's garbage collector does not look for cycles."""
 
     @staticmethod
     def __new__(cls, cell: list[Generation], book: Gradients, device: torch.device) -> "GradHandle":
@@ -34,7 +37,7 @@ class GradHandle(torch.Tensor):
         made: GradHandle = torch.Tensor._make_wrapper_subclass(
             cls, spec.shape, strides=spec.stride, dtype=full_dtype(spec), device=device
         )
-        made._cell, made._book = cell, book
+        made._cell, made._ref = cell, weakref.ref(book)
         return made
 
     def __init__(self, cell: list[Generation], book: Gradients, device: torch.device) -> None:
@@ -68,6 +71,16 @@ class GradHandle(torch.Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         self.copy_(value)
+
+    @property
+    def _book(self) -> Gradients:
+        book = self._ref()
+        if book is None:
+            raise StateError(
+                f"expected the gradient of {self.generation.spec.name!r} to be used while its prepared model is there, "
+                "found that the model is gone; keep it, or a copy of the gradient"
+            )
+        return book
 
     @property
     def generation(self) -> Generation:
