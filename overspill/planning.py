@@ -18,7 +18,7 @@ from overspill.errors import BudgetError, OptionError, OverspillError, TierError
 from overspill.kernels.masters import KEPT
 from overspill.kernels.reference import Rule, rule_of
 from overspill.plan.plan import Plan
-from overspill.plan.solver import Request, finish, page_sizes, solve
+from overspill.plan.solver import Request, finish, improve, page_sizes, solve
 from overspill.specs import ROLES, Budget, Limits, ModelSpec, Placement, Sharding, StateFormat, human
 from overspill.tiers import (
     device_available,
@@ -81,7 +81,7 @@ class Ground:
         return max(found, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if joined and self.machine is None else found
 
 
-def _forms(optimizer: torch.optim.Optimizer, chosen: Options, sharding: Sharding) -> Forms:
+def forms_of(optimizer: torch.optim.Optimizer, chosen: Options, sharding: Sharding) -> Forms:
     dtype, rule = DTYPES[chosen.precision], update_rule(optimizer, chosen)
     wide = torch.float32 if chosen.micro_batches > 1 else None
     format = StateFormat(master=KEPT.get(dtype), fields=rule.fields if rule else None)
@@ -158,7 +158,7 @@ def _agreed(
             place = [Placement(*homes) for homes in heard[0]["plan"]["homes"]]
             zero, page = heard[0]["plan"]["zero"], heard[0]["plan"]["page"]
             limits = Limits(**heard[0]["plan"]["limits"])
-            forms = _forms(optimizer, chosen, ground.sharding(zero, optimizer))
+            forms = forms_of(optimizer, chosen, ground.sharding(zero, optimizer))
             laid_out = lay_out(model, forms, page)
             request = _request(laid_out, chosen, (ground, budget, page), forms)
             found = laid_out, finish(request, tuple(place), limits)
@@ -182,7 +182,7 @@ def _plan_at(
     model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Options, where: tuple[Ground, Budget, int]
 ) -> tuple[Layout, Plan]:
     ground, budget, zero = where
-    forms = _forms(optimizer, chosen, ground.sharding(zero, optimizer))
+    forms = forms_of(optimizer, chosen, ground.sharding(zero, optimizer))
     if isinstance(chosen.place, Plan):
         laid_out = lay_out(model, forms, chosen.place.page_bytes)
         given, request = chosen.place, _request(laid_out, chosen, (ground, budget, chosen.place.page_bytes), forms)
@@ -214,6 +214,13 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
     ground, budget, page = where
     dtypes, place = _dtypes(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
     return Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, place, ground.device.type == "cpu")
+
+
+def improved(made: Plan, laid_out: Layout, how: tuple[Options, Ground, Forms], activations: int) -> Plan | None:
+    """The plan anew, now that activations are known: with more on the device, if there is room."""
+    chosen, ground, forms = how
+    request = _request(laid_out, chosen, (ground, made.budget, made.page_bytes), forms)
+    return improve(dataclasses.replace(request, activations=activations), made)
 
 
 def _alike(one: ModelSpec, other: ModelSpec) -> bool:

@@ -22,10 +22,11 @@ from overspill.runtime.building import builder_of, span_of
 from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine
 from overspill.runtime.optimizer import SpilledOptimizer
-from overspill.runtime.parts import Materials, Parts, Tiers, build
+from overspill.runtime.parts import Materials, Parts, Planned, Tiers, build
 from overspill.runtime.scaling import LossScale
-from overspill.specs import ROLES, Budget, TierName, human
+from overspill.specs import ROLES, TierName, human
 from overspill.tiers import (
+    HeldBudget,
     HostTier,
     NullTier,
     NvmeTier,
@@ -185,6 +186,8 @@ def build_engine(
     device, comm = ground.device, ground.comm
     paths, pin = parse_nvme(chosen.nvme), device.type == "cuda"
     share_one_heap(device)
+    own = sum(local_of(t).nbytes for t in (*model.parameters(), *model.buffers()) if t.device == device)
+    others = torch.cuda.memory_allocated(device) - own if pin else 0
     with ExitStack() as undo:
         tiers = _tiers(model, made, paths, pin, undo)
         extend = _Extend(made, paths, tiers, pin)
@@ -209,11 +212,12 @@ def build_engine(
         buffers=buffers,
         dtype=DTYPES[chosen.precision],
         budget=made.budget,
-        owned=Budget(**{**made.peaks, "device": made.peak("device") - activations}),
-        device_peak=made.peak("device"),
+        planned=Planned(made.peak("device") - activations, made.peak("device")),
         tiers=tiers,
         scale=scale,
         made=built,
+        optimizer=optimizer,
+        held=HeldBudget(device, made.budget.device, others) if pin else None,
         eager=chosen.update == "eager",
     )
     return Engine(model, parts)

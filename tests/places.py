@@ -32,7 +32,7 @@ def prepare_tight(
 def mixed_budgets(model: nn.Module, optimizer: torch.optim.Optimizer, nvme: Path, **keywords: Any) -> dict[str, Any]:
     """Budgets with which the solver puts weights on the device, on the host and on nvme."""
     budgets = {"gpu": 1, "host": 2**30, "nvme": nvme, "precision": "fp32", **keywords}
-    smallest = _smallest(model, optimizer, budgets)
+    smallest = smallest_budget(model, optimizer, budgets)
     total = sum(p.nbytes for p in model.parameters())
     for gpu in range(smallest, 3 * smallest + 8 * total, total // 4):
         for host in range(2**18 + total // 8, 2**18 + total, total // 8):
@@ -43,7 +43,7 @@ def mixed_budgets(model: nn.Module, optimizer: torch.optim.Optimizer, nvme: Path
     raise AssertionError("no budget gives a plan with weights on every tier")
 
 
-def _smallest(model: nn.Module, optimizer: torch.optim.Optimizer, budgets: dict[str, Any]) -> int:
+def smallest_budget(model: nn.Module, optimizer: torch.optim.Optimizer, budgets: dict[str, Any]) -> int:
     """What the refusal of a hopeless budget asks for."""
     try:
         overspill.plan(model, optimizer, **budgets)

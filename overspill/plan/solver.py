@@ -9,6 +9,7 @@ that is possible, and never less than the largest unit's weights.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -75,6 +76,8 @@ class Request:
     """Homes that are forced instead of solved for, by role."""
     copied_norms: bool = False
     """Whether the norm of a 16-bit gradient takes an fp32 copy of it, as torch does without a GPU."""
+    activations: int | None = None
+    """What they were seen to take, with a margin; None: not known yet."""
 
 
 def solve(request: Request) -> Plan:
@@ -97,6 +100,8 @@ def _largest(model: ModelSpec) -> int:
 
 def _activations(request: Request, needed: int) -> int:
     """See Note [Room for activations]."""
+    if request.activations is not None:
+        return request.activations
     room = request.budget.device - needed
     return max(_largest(request.model), min(request.budget.device // 2, room))
 
@@ -220,6 +225,27 @@ def _workspace(model: ModelSpec) -> int:
 
 def _simulated(request: Request, placements: tuple[Placement, ...], limits: Limits) -> Simulated:
     return simulate(Program(request.model, placements, limits), micro_batches=request.micro_batches)
+
+
+# --- when activations are known
+
+
+def improve(request: Request, made: Plan) -> Plan | None:
+    """A plan with more gradients and states on the device than the one that was made before the activations were known;
+    None: there is no room. Weights stay where they are."""
+    assert request.activations is not None, "only when activations are known"
+    owned = sum(line.nbytes for line in _device_lines(request, made.placements, made.limits))
+    room, placements = request.budget.device - owned - request.activations, list(made.placements)
+    promoted: tuple[Literal["grad", "state"], ...] = ("grad", "state")
+    for role in promoted:
+        for index, unit in enumerate(request.model.units):
+            taken = unit.role_bytes(role)
+            if placements[index].of(role) != "device" and taken and taken <= room:
+                placements[index] = replace(placements[index], **{role: "device"})  # type: ignore[arg-type]
+                room -= taken
+    if tuple(placements) == made.placements:
+        return None
+    return finish(request, tuple(placements), made.limits)
 
 
 # --- the plan

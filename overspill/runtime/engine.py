@@ -1,7 +1,7 @@
 """One prepared model: its parts, put together."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from overspill.errors import ModelError, StateError
+from overspill.errors import StateError
 from overspill.program import Begin, Due, Mark, Settle, Step
 from overspill.runtime import hooks
 from overspill.runtime.buffers import SharedBuffers
@@ -22,7 +22,7 @@ from overspill.runtime.parts import Parts
 from overspill.runtime.precision import cast_inputs
 from overspill.runtime.residency import Residency
 from overspill.runtime.rounds import Rounds
-from overspill.runtime.updates import Job, Taken, snapshot
+from overspill.runtime.steps import Steps
 from overspill.runtime.watch import ShapeWatch
 from overspill.units.local import local_of, part_for, wrapped
 
@@ -41,7 +41,10 @@ class Engine:
         # Weakly, because what is in `p.grad` refers to all this where Python's garbage collector does not look.
         trained = [weakref.ref(p) for unit in self.units for p in unit.params if p.requires_grad]
         parts.made.grads.bytes.current = lambda: [g for ref in trained if (g := gradient_of(ref())) is not None]
-        self.measures = Measures(parts.executor, parts.device_peak)
+        self.measures = Measures(parts.executor, parts.planned)
+        self.when_measured: Callable[[int], None] | None = None
+        """Called once, with what activations were seen to take, at a moment when another plan may come into force."""
+        self.steps = Steps(self.units, parts, self.residency)
         self._watch = ShapeWatch(model)
         ranks = parts.made.ranks
         self.rounds = Rounds(self.units, parts, self.residency) if ranks is not None else None
@@ -75,6 +78,8 @@ class Engine:
         """The root is called: look whether the model is still the same, bring the inputs."""
         self._watch.check(call=True)
         self.residency.copies.forget()
+        if self.when_measured is not None and torch.is_grad_enabled() and self._tells():
+            self.when_measured = None
         if self._buffers is not None:
             self._buffers.begin()
         self.executor(Begin(self.residency.phase))
@@ -82,6 +87,14 @@ class Engine:
             args, kwargs = self.parts.scale.enter((args, kwargs))
         device, dtype = self.executor.lanes.device, self.parts.dtype
         return cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
+
+    def _tells(self) -> bool:
+        """Tell what activations took, if that is known and no gradient is anywhere."""
+        seen, current = self.measures.activations(), self.parts.made.grads.bytes.current
+        if seen is None or self.when_measured is None or any(not g.zero for g in current()):
+            return False
+        self.when_measured(seen)
+        return True
 
     def end(self, output: Any) -> Any:
         """The root's call is over; what it gives is handed out."""
@@ -122,6 +135,18 @@ class Engine:
 
     # --- the optimizer and the API call these
 
+    def be_eager(self, groups: list[dict[str, Any]]) -> None:
+        """Begin updates in backward from now on. See eager.py."""
+        itself = weakref.proxy(self)
+
+        def take(unit: int, own: list[dict[str, Any]]) -> None:
+            if unit in itself.executor.state.pending:
+                itself._settle((unit,))
+            itself.parts.made.updates.put(unit, tuple(itself.steps.jobs(own)[unit]))
+            itself.executor(Due(frozenset((unit,))))
+
+        self.eager = Eager(self.units, groups, take)
+
     @_disable_dynamo
     def step(self, groups: list[dict[str, Any]]) -> None:
         """Take the gradients that are there; every unit's update is due before its next use."""
@@ -133,7 +158,7 @@ class Engine:
         self._settle(tuple(sorted(self.executor.state.pending - begun)))
         if self.rounds is not None:
             self.rounds.meet_to_step()
-        jobs = self._jobs(groups, begun)
+        jobs = self.steps.jobs(groups, begun)
         if self.rounds is not None:
             self.rounds.step((unit, due.param) for unit, todo in jobs.items() for job in todo for due in job.due)
         if not jobs and not begun:
@@ -141,7 +166,7 @@ class Engine:
                 "expected gradients at step(), found none on any parameter; call loss.backward() before "
                 "optimizer.step(), and zero_grad() after it"
             )
-        if not self._finite(jobs):
+        if not self.steps.finite(jobs):
             jobs.clear()
         for unit, todo in jobs.items():
             self.parts.made.updates.put(unit, tuple(todo))
@@ -155,64 +180,6 @@ class Engine:
             for unit in seen if self.rounds is not None else ():
                 self.residency.need((unit,), ahead=False)
         self.measures.tick()
-
-    def _jobs(self, groups: Iterable[dict[str, Any]], but: frozenset[int]) -> dict[int, list[Job]]:
-        """What a step asks of each unit."""
-        jobs: dict[int, list[Job]] = {}
-        for group in groups:
-            hypers = snapshot(group)
-            for unit, due in self._due(group["params"]).items():
-                if unit not in but:
-                    jobs.setdefault(unit, []).append(Job(hypers, tuple(due)))
-        return jobs
-
-    def be_eager(self, groups: list[dict[str, Any]]) -> None:
-        """Begin updates in backward from now on. See eager.py."""
-        itself = weakref.proxy(self)
-        self.eager = Eager(self.units, groups, lambda unit, own: itself.take_early(unit, own))
-
-    def take_early(self, unit: int, groups: list[dict[str, Any]]) -> None:
-        """A unit's gradients are complete: its update is due."""
-        if unit in self.executor.state.pending:
-            self._settle((unit,))
-        self.parts.made.updates.put(unit, tuple(self._jobs(groups, frozenset())[unit]))
-        self.executor(Due(frozenset((unit,))))
-
-    def _finite(self, jobs: dict[int, list[Job]]) -> bool:
-        """Under fp16: whether the step is taken; the loss scale moves."""
-        scale, grads = self.parts.scale, self.parts.made.grads
-        if scale is None:
-            return True
-        norms = [grads.bytes.raw_norm(due.generation) for todo in jobs.values() for job in todo for due in job.due]
-        finite = bool(torch.stack(norms).isfinite().all())
-        if self.parts.made.ranks is not None:
-            finite = self.parts.made.ranks.comm.everyone(finite)
-        scale.forget()
-        scale.update(finite)
-        grads.factor = scale.factor
-        return finite
-
-    def _due(self, params: list[nn.Parameter]) -> dict[int, list[Taken]]:
-        found: dict[int, list[Taken]] = {}
-        for p in params:
-            gradient = p.grad
-            if gradient is None:
-                continue
-            unit, index = self.residency.place_of(p)
-            spec = self.units[unit].spec.params[index]
-            if not spec.trainable:
-                raise ModelError(
-                    f"expected no gradient for {spec.name!r}, which was frozen at prepare, found one; set "
-                    "requires_grad before prepare, so that the plan has room for its gradient and state"
-                )
-            part = local_of(gradient)
-            if isinstance(part, GradHandle):
-                generation = part.generation.taken()
-            else:
-                # The user's own tensor, which may be written to again before the update runs.
-                generation = self.parts.made.grads.take(unit, index, part_for(p, gradient.detach().clone()))
-            found.setdefault(unit, []).append(Taken(index, generation, len(generation.todo)))
-        return found
 
     @_disable_dynamo
     def settle(self) -> None:
@@ -270,6 +237,8 @@ class Engine:
         self.executor.lanes.close()
         for tier in self.parts.tiers.values():
             tier.close()
+        if self.parts.held is not None:
+            self.parts.held.close()
 
     def _give_back(self, index: int) -> None:
         """Plain parameters with plain gradients, on the devices they came from."""

@@ -43,6 +43,13 @@ class GradientBytes:
     def home(self, unit: int, param: int) -> Home | None:
         return self._homes[unit, param]
 
+    def settle_down(self, unit: int) -> None:
+        """A unit's gradients live on the device from now on. None of them has bytes."""
+        for key in self._homes:
+            if key[0] == unit:
+                self._homes[key] = None
+                self._owner.pop(key, None)
+
     def read(self, generation: Generation) -> Tensor:
         """The gradient's current value. May be its own bytes: do not write to it and do not hand it out."""
         if generation.span is None:

@@ -8,15 +8,19 @@ from typing import Any
 import torch
 
 from overspill.runtime.executor import Executor
+from overspill.runtime.parts import Planned
 from overspill.specs import human
 
 log = logging.getLogger("overspill")
+
+STEPS_SEEN = 2
+"""In the first step an optimizer may make its states; then a step is as any other."""
 
 
 class Measures:
     """Looks at the executor's counters once a step, and on cuda at what was reserved since it was made."""
 
-    def __init__(self, executor: Executor, planned: int) -> None:
+    def __init__(self, executor: Executor, planned: Planned) -> None:
         self._executor = executor
         self._planned = planned
         self._warned = False
@@ -30,6 +34,18 @@ class Measures:
         """Peak bytes per tier as seen from outside, where that can be seen: on cuda."""
         device = self._executor.lanes.device
         return {"device": torch.cuda.max_memory_reserved(device)} if device.type == "cuda" else {}
+
+    @property
+    def sees_activations(self) -> bool:
+        """Whether what the device holds can be told: on cuda."""
+        return self._executor.lanes.device.type == "cuda"
+
+    def activations(self) -> int | None:
+        """What they take at most, as far as that was seen in the first steps; None: not known yet, or never."""
+        device = self._executor.lanes.device
+        if self.steps < STEPS_SEEN or not self.sees_activations:
+            return None
+        return max(0, torch.cuda.max_memory_allocated(device) - self._planned.owned)
 
     def tick(self) -> None:
         """A step ends here. Updates that it made due are counted with the next step, in which they run."""
@@ -50,11 +66,11 @@ class Measures:
     def _watch(self) -> None:
         """Activations are the one thing that the plan can only make room for; say so once if they took more."""
         seen = self.peaks().get("device", 0)
-        if seen > self._planned and not self._warned:
+        if seen > self._planned.peak and not self._warned:
             self._warned = True
             log.warning(
                 "the device was seen to hold %s, and the plan is %s: activations (or what else this process has "
                 "there) took more than was kept free; raise gpu=, use smaller micro-batches, or gradient checkpointing",
                 human(seen),
-                human(self._planned),
+                human(self._planned.peak),
             )

@@ -7,15 +7,12 @@ touches no object of the user's.
 """
 
 import atexit
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-
-log = logging.getLogger("overspill")
 
 
 class Waitable(Protocol):
@@ -58,13 +55,9 @@ class Pager:
         while True:
             self._wake.wait()
             self._wake.clear()
-            try:
-                while not self._closed and _one(executor()):
-                    pass
-            except Exception:
-                # The executor remembers it, and whoever uses the model next hears of it.
-                log.exception("an update that was done ahead of its use failed")
-                return
+            # An error ends the thread; the executor remembers it, and whoever uses the model next hears of it.
+            while not self._closed and _one(executor()):
+                pass
             if self._closed:
                 return
 

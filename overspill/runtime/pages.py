@@ -34,7 +34,7 @@ def arrays_of(format: StateFormat, page: PageSpec, part: PartSpec, memory: Tenso
 class Pages:
     """All pages of one model. `homes[unit][page]` is None where they live on the device."""
 
-    def __init__(self, model: ModelSpec, homes: Sequence[Sequence[Home | None]], executor: Executor) -> None:
+    def __init__(self, model: ModelSpec, homes: Sequence[list[Home | None]], executor: Executor) -> None:
         self.model = model
         self.device = executor.lanes.device
         self._homes = homes
@@ -75,6 +75,19 @@ class Pages:
                 else torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
             )
         return self._here[unit, page]
+
+    def settle_down(self, unit: int) -> None:
+        """A unit's pages live on the device from now on. Nothing is in flight."""
+        for page, spec in enumerate(self.model.units[unit].pages):
+            home = self.home(unit, page)
+            if home is None:
+                continue
+            self._here.pop((unit, page), None)
+            if (unit, page) in self._filled:
+                memory = torch.empty(spec.state_bytes, dtype=torch.uint8, device=self.device)
+                home[0].load(home[1], memory)
+                self._here[unit, page] = memory
+            self._homes[unit][page] = None
 
     def passing_bytes(self, unit: int, page: int) -> int:
         """Of the page's state, what passes through the ring."""

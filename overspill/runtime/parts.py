@@ -32,7 +32,7 @@ from overspill.runtime.scaling import LossScale
 from overspill.runtime.updates import Update, Updates
 from overspill.runtime.weights import Weights
 from overspill.specs import BLOCK, Budget, ParamSpec, TierName, UnitSpec, align, human
-from overspill.tiers import DeviceTier, Tier, host_available
+from overspill.tiers import DeviceTier, HeldBudget, Tier, host_available
 from overspill.trace import Recorder
 from overspill.units.layout import Layout
 from overspill.units.unit import Unit
@@ -62,6 +62,16 @@ class Materials:
     """The other ranks; None: there are none."""
 
 
+@dataclass(slots=True)
+class Planned:
+    """What the plan in force takes of the device; another one may follow it."""
+
+    owned: int
+    """Without activations."""
+    peak: int
+    """With them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Everything that works for one engine."""
@@ -71,14 +81,15 @@ class Parts:
     """The model's buffers and where they came from."""
     dtype: torch.dtype
     budget: Budget
-    owned: Budget
-    """Bytes that the plan takes on each tier, without activations."""
-    device_peak: int
-    """What the plan foretells for the device, with activations."""
+    planned: Planned
     tiers: Tiers
     scale: LossScale | None
     """Under fp16."""
     made: Made
+    optimizer: torch.optim.Optimizer
+    """The user's own."""
+    held: HeldBudget | None = None
+    """What keeps torch within the budget, on cuda."""
     eager: bool = False
     """Whether updates begin in the backward pass."""
 
@@ -101,7 +112,7 @@ class Parts:
 
     def check_room(self, nbytes: int) -> None:
         """Refuse a use of parameters that needs more weights on the device at once than the budget has room for."""
-        room = self.budget.device - self.owned.device + self.executor.program.limits.window
+        room = self.budget.device - self.planned.owned + self.executor.program.limits.window
         if nbytes > room:
             raise BudgetError(
                 f"expected a use of parameters that fits the device budget, found one that needs {human(nbytes)} of "
@@ -110,7 +121,7 @@ class Parts:
             )
 
     def check_full(self, nbytes: int) -> None:
-        room = self.budget.device - self.owned.device
+        room = self.budget.device - self.planned.owned
         if nbytes > room:
             raise BudgetError(
                 f"expected room for all weights on the device ({human(nbytes)} live elsewhere), found {human(room)}; "
@@ -129,6 +140,7 @@ class Made:
     units: tuple[Unit, ...]
     executor: Executor
     grads: Gradients
+    pages: Pages
     masters: Masters
     update: Update
     updates: Updates
@@ -159,7 +171,7 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
     units = tuple(adopt(layout, homes, pages, materials.source))
     collector = Collector(model.units, model.sharding, ranks, executor) if ranks is not None else None
     reduction = Reduction(model.units, model.sharding, comm, executor) if comm is not None else None
-    own_bytes = GradientBytes(grad_homes, _Wider(program, tiers, materials.extend, pages.ring), executor, collector)
+    own_bytes = GradientBytes(grad_homes, _Wider(executor, tiers, materials.extend, pages.ring), executor, collector)
     grads = Gradients(units, own_bytes, executor, reduction)
     masters = Masters(units, pages, collector)
     optimizer, rule = materials.optimizer, materials.rule
@@ -176,7 +188,7 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
         ranks.width, ranks.widen = reduction.width, reduction.widen
     if materials.device.type in PAGED and program.update_lane == Lane.UPDATE and not program.shares_room:
         executor.pager = Pager(executor, materials.device)
-    return Made(units, executor, grads, masters, update, updates, recorder, ranks, collector)
+    return Made(units, executor, grads, pages, masters, update, updates, recorder, ranks, collector)
 
 
 def _weight_home(tiers: Mapping[TierName, Tier], name: TierName, unit: UnitSpec) -> Home | None:
@@ -194,15 +206,15 @@ def _reserve(tiers: Mapping[TierName, Tier], name: TierName, nbytes: int) -> Hom
 class _Wider:
     """Gives wide gradients a home. See gradient_bytes.py, Note [Unplanned width]."""
 
-    def __init__(self, program: Program, tiers: Tiers, extend: Extend, ring: Ring) -> None:
-        self._program = program
+    def __init__(self, executor: Executor, tiers: Tiers, extend: Extend, ring: Ring) -> None:
+        self._executor = executor
         self._ring = ring
         self._tiers = tiers
         self._extend = extend
         self._extended: dict[TierName, Tier | None] = {}
 
     def __call__(self, unit: int, param: int) -> Home | None:
-        tier = self._program.placements[unit].grad
+        tier = self._executor.program.placements[unit].grad
         if tier not in self._extended:
             # For all gradients of the tier at once: they will all be summed.
             total = sum(align(self._bytes(p), BLOCK) for p in self._params(tier))
@@ -215,14 +227,15 @@ class _Wider:
                 tier,
             )
         more = self._extended[tier]
-        spec = self._program.model.units[unit].params[param]
+        spec = self._executor.program.model.units[unit].params[param]
         return None if more is None else (more, more.reserve(self._bytes(spec)))
 
     def _bytes(self, p: ParamSpec) -> int:
         """Of a wide gradient, or of this rank's share of it."""
-        return torch.float32.itemsize * (p.owned.room if self._program.model.sharding.split("grad") else p.numel)
+        divided = self._executor.program.model.sharding.split("grad")
+        return torch.float32.itemsize * (p.owned.room if divided else p.numel)
 
     def _params(self, tier: TierName) -> Iterator[ParamSpec]:
-        for unit, placement in zip(self._program.model.units, self._program.placements, strict=True):
+        for unit, placement in zip(self._executor.program.model.units, self._executor.program.placements, strict=True):
             if placement.grad == tier:
                 yield from (p for p in unit.params if p.trainable and p.dtype in NARROW)

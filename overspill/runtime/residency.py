@@ -19,6 +19,7 @@ from overspill.program import Mark, Need
 from overspill.runtime import hooks
 from overspill.runtime.copies import Copies
 from overspill.runtime.door import Closed, Open, Prepared, register, set_door
+from overspill.runtime.executor import Executor
 from overspill.runtime.generation import NARROW
 from overspill.runtime.parts import Parts
 from overspill.runtime.turns import Turns
@@ -97,18 +98,13 @@ class Residency:
             for _ in range(depth):
                 self.exit((u,))
 
-    def _current(self, units: tuple[int, ...]) -> bool:
-        """Whether nothing is to be done before they are used, as most of the time where weights live on the device."""
-        state, away = self._executor.state, self._executor.program.away
-        return all(u not in state.pending and u in state.gathered and not away(u) for u in units)
-
     # --- calls of modules, and backward
 
     def enter(self, units: tuple[int, ...]) -> None:
         self.turns.take()
         if self._scale is not None:
             self._scale.check_inside()
-        if any(self._depth[u] == 0 for u in units) and not self._current(units):
+        if any(self._depth[u] == 0 for u in units) and not _current(self._executor, units):
             self.need(units)
         for u in units:
             if self._depth[u] == 0:
@@ -196,6 +192,12 @@ class Residency:
             for u in every:
                 if self._depth[u] == 0:
                     _set_class(self._units[u], Closed)
+
+
+def _current(executor: Executor, units: tuple[int, ...]) -> bool:
+    """Whether nothing is to be done before they are used, as most of the time where weights live on the device."""
+    state, away = executor.state, executor.program.away
+    return all(u not in state.pending and u in state.gathered and not away(u) for u in units)
 
 
 def _set_class(unit: Unit, cls: type[Prepared]) -> None:

@@ -10,7 +10,7 @@ May be imported here: `overspill.errors`, `specs`, `config`, `trace`, this folde
 """
 
 from overspill.tiers.base import Slot, Tier
-from overspill.tiers.device import keep_no_freed_memory, share_one_heap
+from overspill.tiers.device import HeldBudget, keep_no_freed_memory, share_one_heap
 from overspill.tiers.growing import GrowingTier
 from overspill.tiers.host import HostTier
 from overspill.tiers.malloc import freed_at_once
@@ -23,6 +23,7 @@ from overspill.tiers.threads import workers
 __all__ = [
     "DeviceTier",
     "GrowingTier",
+    "HeldBudget",
     "HostTier",
     "NullTier",
     "NvmeTier",

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import weakref
 
 import torch
 
@@ -37,3 +38,35 @@ def keep_no_freed_memory(device: torch.device) -> None:
         libc.malloc_trim(0)
     except (OSError, AttributeError):
         log.info("this C library cannot trim: freed memory may count against the budget for a while")
+
+
+class HeldBudget:
+    """Keeps torch's allocator within the budgets of this process, until it is closed or forgotten.
+
+    Without it freed blocks pile up beyond any budget before the allocator looks for one that it could use again.
+    `others`: what the process has on the device beside what the budget is for.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int, others: int) -> None:
+        self._device = device
+        self._finalizer = weakref.finalize(self, _give_budget_back, device, id(self))
+        _budgets.setdefault(device, {})[id(self)] = nbytes + max(0, others)
+        # What building the model left behind would only count.
+        torch.cuda.empty_cache()
+        _limit(device)
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+_budgets: dict[torch.device, dict[int, int]] = {}
+
+
+def _give_budget_back(device: torch.device, which: int) -> None:
+    _budgets.get(device, {}).pop(which, None)
+    _limit(device)
+
+
+def _limit(device: torch.device) -> None:
+    held, total = sum(_budgets[device].values()), torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, held / total) if held else 1.0, device)

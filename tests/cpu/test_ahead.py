@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 import overspill
+from overspill import replanning
 from overspill.errors import OptionError, StateError
 from overspill.program import Kind
 from overspill.runtime import parts
+from overspill.runtime.measures import Measures
 from tests import small
 from tests.both import adamw, losses
-from tests.places import PLACES
+from tests.places import PLACES, smallest_budget
 from tests.reference import differing, weights
 
 STEPS = 6
@@ -100,11 +102,16 @@ def test_nothing_is_left_of_the_thread(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert pager is not None and pager._thread.is_alive()
     loop(model, optimizer)
     del model, optimizer
-    gc.collect()
-    pager._thread.join(10)
+    for _ in range(100):
+        # While it hands a page out it refers to the model.
+        gc.collect()
+        pager._thread.join(0.1)
+        if not pager._thread.is_alive():
+            break
     assert not pager._thread.is_alive()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_error_ahead_is_heard_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(parts, "PAGED", {"cpu"})
     model, optimizer = prepare("states", tmp_path)
@@ -112,6 +119,34 @@ def test_an_error_ahead_is_heard_of(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(update, "run", lambda *args: 1 / 0)
     with pytest.raises((StateError, ZeroDivisionError), match=r"ZeroDivisionError|division by zero"):
         loop(model, optimizer)
+
+
+# ---- another plan, when activations are known
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_what_moves_to_the_device_changes_no_bit(
+    precision: str, paged: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def seen(self: Measures) -> int | None:
+        return 2**10 if self.steps >= 3 else None
+
+    expected = trained("device", tmp_path, precision=precision, clip=0.5)
+    monkeypatch.setattr(Measures, "sees_activations", True)
+    monkeypatch.setattr(Measures, "activations", seen)
+    model = small.build()
+    smallest = smallest_budget(model, adamw(model), {"gpu": 1, "host": "64MiB", "precision": precision})
+    room = smallest + sum(20 * p.numel() for p in model.parameters())
+    monkeypatch.setattr(replanning, "MARGIN", 0)
+    model, optimizer = overspill.prepare(model, adamw(model), gpu=room, host="64MiB", precision=precision)
+    before = optimizer.report()["plan"]
+    found = loop(model, optimizer, clip=0.5)
+    after = optimizer.report()["plan"]
+    roles = ("grad", "state")
+    on = [sum(p.of(role) == "device" for p in plan.placements for role in roles) for plan in (before, after)]
+    assert on[0] < on[1], "nothing moved"
+    assert after.peak("device") <= room
+    check((found, weights(overspill.close(model))), expected)
 
 
 # ---- eager: what would differ from the plain loop is refused

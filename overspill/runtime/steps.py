@@ -1,0 +1,73 @@
+"""What a step takes: for every unit the gradients that are there, with the hyperparameters of their groups."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from overspill.errors import ModelError
+from overspill.runtime.handle import GradHandle
+from overspill.runtime.parts import Parts
+from overspill.runtime.residency import Residency
+from overspill.runtime.updates import Job, Taken, snapshot
+from overspill.units.local import local_of, part_for
+from overspill.units.unit import Unit
+
+Jobs = dict[int, list[Job]]
+"""Unit -> what each group asks of it."""
+
+
+class Steps:
+    """Takes the gradients in `p.grad`."""
+
+    def __init__(self, units: Sequence[Unit], parts: Parts, residency: Residency) -> None:
+        self._units = units
+        self._parts = parts
+        self._residency = residency
+
+    def jobs(self, groups: Iterable[dict[str, Any]], but: frozenset[int] = frozenset()) -> Jobs:
+        """What a step asks of each unit, without some."""
+        jobs: Jobs = {}
+        for group in groups:
+            hypers = snapshot(group)
+            for unit, due in self._due(group["params"]).items():
+                if unit not in but:
+                    jobs.setdefault(unit, []).append(Job(hypers, tuple(due)))
+        return jobs
+
+    def _due(self, params: list[nn.Parameter]) -> dict[int, list[Taken]]:
+        found: dict[int, list[Taken]] = {}
+        for p in params:
+            gradient = p.grad
+            if gradient is None:
+                continue
+            unit, index = self._residency.place_of(p)
+            spec = self._units[unit].spec.params[index]
+            if not spec.trainable:
+                raise ModelError(
+                    f"expected no gradient for {spec.name!r}, which was frozen at prepare, found one; set "
+                    "requires_grad before prepare, so that the plan has room for its gradient and state"
+                )
+            part = local_of(gradient)
+            if isinstance(part, GradHandle):
+                generation = part.generation.taken()
+            else:
+                # The user's own tensor, which may be written to again before the update runs.
+                generation = self._parts.made.grads.take(unit, index, part_for(p, gradient.detach().clone()))
+            found.setdefault(unit, []).append(Taken(index, generation, len(generation.todo)))
+        return found
+
+    def finite(self, jobs: Jobs) -> bool:
+        """Under fp16: whether the step is taken; the loss scale moves."""
+        scale, grads = self._parts.scale, self._parts.made.grads
+        if scale is None:
+            return True
+        norms = [grads.bytes.raw_norm(due.generation) for todo in jobs.values() for job in todo for due in job.due]
+        finite = bool(torch.stack(norms).isfinite().all())
+        if self._parts.made.ranks is not None:
+            finite = self._parts.made.ranks.comm.everyone(finite)
+        scale.forget()
+        scale.update(finite)
+        grads.factor = scale.factor
+        return finite
