@@ -259,7 +259,9 @@ def _finish(request: Request, placements: tuple[Placement, ...]) -> Plan:
     ahead = _needed(request, placements, _ahead)
     if ahead + _largest(model) > budget.device:
         return finish(request, placements, _least(request, placements))
-    return finish(request, placements, _longer_ring(request, placements, ahead))
+    # Where homes are ours to choose, what is spare is for states, when activations are known.
+    limits = _longer_ring(request, placements, ahead) if request.place else _ahead(request, placements)
+    return finish(request, placements, limits)
 
 
 def _longer_ring(request: Request, placements: tuple[Placement, ...], needed: int) -> Limits:

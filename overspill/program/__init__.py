@@ -17,8 +17,8 @@ slot only, gradients on their way home and pages are never there together: the l
 
 Note [Never far ahead]: copies are carried out in the order in which they are handed out, whoever else has one to make:
 a copy that was queued long before it can run holds up a small one that the model itself waits for. So a page is handed
-out only when its slot is free, which is when the page that was there before is home. Whoever needs a unit waits, on
-the host, until all of its pages are handed out; never until they are done.
+out only when its slot is free, which is when the page that was there before is home, and when few are on their way.
+Whoever needs a unit waits, on the host, until all of its pages are handed out; never until they are done.
 
 Note [Earliest deadline first]: while nobody needs anything, pages of pending updates are handed out ahead of their use:
 first those whose gradients are computed, and of these first those of the unit that is expected to be needed first. When

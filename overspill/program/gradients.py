@@ -1,7 +1,5 @@
 """Gradients: reduced over ranks, added to what is there, and sent home."""
 
-from dataclasses import replace
-
 from overspill.program.passing import drop_grad, give_room, lanes
 from overspill.program.words import Grad, Key, Kind, Lane, Op, Program, State
 
@@ -17,7 +15,7 @@ def grad(program: Program, state: State, event: Grad, ops: list[Op]) -> State:
     before = state.arrived.get(unit, ())
     again = any(param == event.param for param, _ in before)
     arrived = before if again else (*before, (event.param, event.first))
-    state = replace(state, arrived={**state.arrived, unit: arrived})
+    state = state.but(arrived={**state.arrived, unit: arrived})
     waited = {i for i, p in enumerate(program.model.units[unit].params) if p.trainable}
     if waited <= {param for param, _ in arrived}:
         return reduce(program, state, unit, ops)
@@ -29,7 +27,7 @@ def grad(program: Program, state: State, event: Grad, ops: list[Op]) -> State:
 def reduce(program: Program, state: State, unit: int, ops: list[Op]) -> State:
     """Average what arrived of a unit's gradients over all ranks; what did not counts as zero."""
     arrived = state.arrived.get(unit, ())
-    state = replace(state, arrived={u: found for u, found in state.arrived.items() if u != unit})
+    state = state.but(arrived={u: found for u, found in state.arrived.items() if u != unit})
     state = give_room(program, state, ops)
     nbytes = sum(p.grad_item * p.numel for p in program.model.units[unit].params)
     ops.append(Op(Kind.REDUCE, Lane.COMM, unit, nbytes=nbytes))
@@ -59,10 +57,10 @@ def _take(program: Program, state: State, event: Grad, ops: list[Op]) -> State:
         if (unit, param) not in state.leaving:
             ops.append(Op(Kind.GRAD_FETCH, lanes(home)[0], unit, param, nbytes, (stored,)))
         ops.append(Op(Kind.GRAD_ADD, Lane.COMPUTE, unit, param, nbytes, (stored, fetched, reduced)))
-        state = replace(state, leaving=tuple(k for k in state.leaving if k != (unit, param)))
+        state = state.but(leaving=tuple(k for k in state.leaving if k != (unit, param)))
     ops.append(Op(Kind.GRAD_NORM, Lane.COMPUTE, unit, param, waits=(reduced,)))
     ops.append(Op(Kind.GRAD_STORE, lanes(home)[1], unit, param, nbytes, (reduced,)))
-    return replace(state, leaving=(*(k for k in state.leaving if k != (unit, param)), (unit, param)))
+    return state.but(leaving=(*(k for k in state.leaving if k != (unit, param)), (unit, param)))
 
 
 def _flying(program: Program, state: State) -> int:

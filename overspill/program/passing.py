@@ -1,7 +1,5 @@
 """What passes through the device on its way: pages of an update, gradients going home."""
 
-from dataclasses import replace
-
 from overspill.program.words import Key, Kind, Lane, Op, Program, State
 from overspill.specs import TierName
 
@@ -17,7 +15,7 @@ def give_room(program: Program, state: State, ops: list[Op]) -> State:
         unit, page, slot = state.staged[0]
         waits = (Key(Kind.STATE_STORE, unit, page), Key(Kind.UPDATE, unit, page))
         ops.append(Op(Kind.PAGE_DROP, Lane.COMPUTE, unit, page, waits=waits, slot=slot))
-        state = replace(state, staged=state.staged[1:])
+        state = state.but(staged=state.staged[1:])
     return state
 
 
@@ -25,4 +23,4 @@ def drop_grad(program: Program, state: State, ops: list[Op]) -> State:
     unit, param = state.leaving[0]
     nbytes = program.model.units[unit].params[param].grad_bytes
     ops.append(Op(Kind.GRAD_DROP, Lane.COMPUTE, unit, param, nbytes, (Key(Kind.GRAD_STORE, unit, param),)))
-    return replace(state, leaving=state.leaving[1:])
+    return state.but(leaving=state.leaving[1:])

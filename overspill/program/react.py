@@ -1,7 +1,5 @@
 """The pure function: from (state, event) to (state, ops)."""
 
-from dataclasses import replace
-
 from overspill.program.gradients import flush, grad, reduce
 from overspill.program.passing import drop_grad, give_room
 from overspill.program.updates import ahead, due, update
@@ -67,11 +65,11 @@ def react(program: Program, state: State, event: Event) -> tuple[State, list[Op]
 def _need(program: Program, state: State, event: Need, ops: list[Op]) -> State:
     state = advance(state, event)
     if event.phase == "train" and not state.training:
-        state = replace(state, training=True)
+        state = state.but(training=True)
     keep = event.held | state.pinned | frozenset(event.units)
     for unit in event.units:
         state = _make_whole(program, state, unit, keep, ops)
-        state = replace(state, here=(*(u for u in state.here if u != unit), unit) if program.away(unit) else state.here)
+        state = state.but(here=(*(u for u in state.here if u != unit), unit) if program.away(unit) else state.here)
         ops.append(Op(Kind.OPEN, Lane.COMPUTE, unit, waits=(Key(Kind.FETCH, unit), Key(Kind.GATHER, unit))))
     return _prefetch(program, state, keep, ops) if event.ahead else state
 
@@ -112,7 +110,7 @@ def _join(program: Program, state: State, event: Join, ops: list[Op]) -> State:
     if event.kind == Kind.FETCH:
         return bring(program, state, event.unit, keep, ops)
     assert event.kind == Kind.GATHER, f"nobody can join {event.kind}"
-    return _make_whole(program, replace(state, gathered=state.gathered - {event.unit}), event.unit, keep, ops)
+    return _make_whole(program, state.but(gathered=state.gathered - {event.unit}), event.unit, keep, ops)
 
 
 def _step(program: Program, state: State, event: Step, ops: list[Op]) -> State:
@@ -120,7 +118,7 @@ def _step(program: Program, state: State, event: Step, ops: list[Op]) -> State:
     assert not state.arrived, f"gradients of units {sorted(state.arrived)} were never reduced"
     while state.leaving:
         state = drop_grad(program, state, ops)
-    state = replace(learn(state, "train"), pinned=state.pinned & event.held)
+    state = learn(state, "train").but(pinned=state.pinned & event.held)
     state = due(state, event.due, ops)
     return make_room(program, state, 0, event.held, ops)
 
@@ -130,7 +128,7 @@ def _settle(program: Program, state: State, event: Settle, ops: list[Op]) -> Sta
     if event.units is None:
         # What was fetched ahead may be read or replaced from outside now.
         pending = frozenset(page for page in state.ready if page[0] in state.pending)
-        state = replace(state, training=False, ready=pending)
+        state = state.but(training=False, ready=pending)
     units = [u for u in (every if event.units is None else event.units) if u in state.pending]
     for unit in units:
         keep = state.pinned | event.held | {unit}

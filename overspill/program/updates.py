@@ -6,11 +6,14 @@ from dataclasses import replace
 from overspill.program.passing import drop_grad, lanes
 from overspill.program.words import Ahead, Key, Kind, Lane, Op, Program, State
 
+QUEUED = 3
+"""Copies of pages that may be on their way in one direction. See Note [Never far ahead]."""
+
 
 def due(state: State, units: frozenset[int], ops: list[Op]) -> State:
     """Updates of these units are due: with the gradients, weights and factors of this moment."""
     ops += [Op(Kind.DUE, Lane.COMPUTE, unit) for unit in sorted(units)]
-    return replace(state, pending=state.pending | units, due=(*state.due, *sorted(units)))
+    return state.but(pending=state.pending | units, due=(*state.due, *sorted(units)))
 
 
 def update(program: Program, state: State, unit: int, ops: list[Op]) -> State:
@@ -33,8 +36,8 @@ def update(program: Program, state: State, unit: int, ops: list[Op]) -> State:
     changed = state.changed | {unit} if program.away(unit) else state.changed
     issued = {u: n for u, n in state.issued.items() if u != unit}
     left = tuple(u for u in state.due if u != unit)
-    state = replace(state, pending=state.pending - {unit}, due=left, issued=issued)
-    return replace(state, gathered=gathered, changed=changed)
+    state = state.but(pending=state.pending - {unit}, due=left, issued=issued)
+    return state.but(gathered=gathered, changed=changed)
 
 
 def ahead(program: Program, state: State, event: Ahead, ops: list[Op]) -> State:
@@ -88,8 +91,7 @@ def _fetch_ahead(program: Program, state: State, ops: list[Op]) -> State:
         for page, spec in enumerate(program.model.units[unit].pages):
             if spec.state_bytes and (unit, page) not in state.ready:
                 state, slot, done = _take_slot(program, state, (unit, page))
-                _fetch(program, (unit, page), slot, done, ops)
-                return state
+                return _fetch(program, state, (unit, page), (slot, done), ops)
     return state
 
 
@@ -97,7 +99,7 @@ def _issue_all(program: Program, state: State, unit: int, ops: list[Op]) -> Stat
     """Update all pages of a unit that has everything on the device."""
     waits = tuple(Key(kind, unit) for kind in (Kind.DUE, Kind.FETCH, Kind.GATHER, Kind.REDUCE))
     ops.append(Op(Kind.UPDATE, program.update_lane, unit, waits=waits, free=True))
-    return replace(state, issued={**state.issued, unit: len(program.model.units[unit].pages)})
+    return state.but(issued={**state.issued, unit: len(program.model.units[unit].pages)})
 
 
 def _issue(program: Program, state: State, unit: int, page: int, ops: list[Op]) -> State:
@@ -109,9 +111,11 @@ def _issue(program: Program, state: State, unit: int, page: int, ops: list[Op]) 
     if home != "device" and spec.state_bytes:
         # Behind the update, which the compute lane has not been told of if that has a lane of its own.
         behind, free = (Key(Kind.UPDATE, unit, page),), lane != Lane.COMPUTE
-        ops.append(Op(Kind.STATE_STORE, lanes(home)[1], unit, page, spec.state_bytes, behind, free=free))
+        stores = Op(Kind.STATE_STORE, lanes(home)[1], unit, page, spec.state_bytes, behind, free=free)
+        ops.append(replace(stores, done=state.going[:1] if len(state.going) >= QUEUED else ()))
+        state = state.but(going=(*state.going, stores.key)[-QUEUED:])
     issued, done = {**state.issued, unit: page + 1}, {(unit, page)}
-    return replace(state, issued=issued, ready=state.ready - done, fed=state.fed - done)
+    return state.but(issued=issued, ready=state.ready - done, fed=state.fed - done)
 
 
 def _stage(program: Program, state: State, unit: int, page: int, ops: list[Op]) -> State:
@@ -122,10 +126,10 @@ def _stage(program: Program, state: State, unit: int, page: int, ops: list[Op]) 
     slot, done = fetched, tuple[Key, ...]()
     if slot is None:
         state, slot, done = _take_slot(program, state, (unit, page))
-        _fetch(program, (unit, page), slot, done, ops)
+        state = _fetch(program, state, (unit, page), (slot, done), ops)
     placement, spec = program.placements[unit], program.model.units[unit].pages[page]
     if placement.grad != "device" and spec.grad_bytes and (unit, page) not in state.fed:
-        state = replace(state, fed=state.fed | {(unit, page)})
+        state = state.but(fed=state.fed | {(unit, page)})
         waits = (Key(Kind.DUE, unit), *(Key(Kind.GRAD_STORE, unit, part.param) for part in spec.parts))
         lane = lanes(placement.grad)[0]
         ops.append(Op(Kind.PAGE_GRADS, lane, unit, page, spec.grad_bytes, waits, slot, done, free=True))
@@ -139,17 +143,23 @@ def _take_slot(program: Program, state: State, page: tuple[int, int]) -> tuple[S
     if own is not None or len(staged) >= program.limits.depth:
         old = own or next((s for s in staged if s[:2] not in ready), None) or _needed_last(state, page)
         staged, slot, ready = tuple(s for s in staged if s is not old), old[2], ready - {old[:2]}
-        state = replace(state, fed=state.fed - {old[:2]})
+        state = state.but(fed=state.fed - {old[:2]})
         kinds = (Kind.STATE_STORE, Kind.UPDATE, Kind.STATE_FETCH, Kind.PAGE_GRADS)
         done = tuple(Key(kind, *old[:2]) for kind in kinds)
-    return replace(state, staged=(*staged, (*page, slot)), ready=ready | {page}), slot, done
+    return state.but(staged=(*staged, (*page, slot)), ready=ready | {page}), slot, done
 
 
-def _fetch(program: Program, page: tuple[int, int], slot: int, done: tuple[Key, ...], ops: list[Op]) -> None:
+def _fetch(
+    program: Program, state: State, page: tuple[int, int], where: tuple[int, tuple[Key, ...]], ops: list[Op]
+) -> State:
     home, spec = program.placements[page[0]].state, program.model.units[page[0]].pages[page[1]]
-    if home != "device" and spec.state_bytes:
-        stored = (Key(Kind.STATE_STORE, *page),)
-        ops.append(Op(Kind.STATE_FETCH, lanes(home)[0], *page, spec.state_bytes, stored, slot, done, free=True))
+    if home == "device" or not spec.state_bytes:
+        return state
+    (slot, done), stored = where, (Key(Kind.STATE_STORE, *page),)
+    done += state.coming[:1] if len(state.coming) >= QUEUED else ()
+    op = Op(Kind.STATE_FETCH, lanes(home)[0], *page, spec.state_bytes, stored, slot, done, free=True)
+    ops.append(op)
+    return state.but(coming=(*state.coming, op.key)[-QUEUED:])
 
 
 def _needed_last(state: State, page: tuple[int, int]) -> tuple[int, int, int]:

@@ -1,7 +1,5 @@
 """Weights: needed, fetched, gathered from all ranks, released, written home."""
 
-from dataclasses import replace
-
 from overspill.program.passing import lanes
 from overspill.program.updates import update
 from overspill.program.words import Key, Kind, Lane, Mark, Need, Op, Program, State
@@ -16,10 +14,10 @@ def mark(program: Program, state: State, event: Mark) -> State:
     assert units <= frozenset(state.here), f"units {sorted(units)} were used but are not on the device"
     pinned = state.pinned | units if event.pin else state.pinned
     if not event.written:
-        return replace(state, pinned=pinned)
+        return state.but(pinned=pinned)
     # Each rank's own share is what counts of what was written.
     gathered = state.gathered - frozenset(event.units) if program.gathers else state.gathered
-    return replace(state, pinned=pinned, changed=state.changed | units, gathered=gathered)
+    return state.but(pinned=pinned, changed=state.changed | units, gathered=gathered)
 
 
 def advance(state: State, event: Need) -> State:
@@ -32,13 +30,13 @@ def advance(state: State, event: Need) -> State:
         past = seen.get(event.phase, ())
         if (not past or past[-1] != unit) and len(past) < MEMORY:
             seen[event.phase] = (*past, unit)
-    return replace(state, cursor=cursor, seen=seen, phase=event.phase)
+    return state.but(cursor=cursor, seen=seen, phase=event.phase)
 
 
 def learn(state: State, phase: Phase) -> State:
     seen = state.seen.get(phase, ())
     expected = {**state.expected, phase: seen} if seen else state.expected
-    return replace(state, expected=expected, seen={**state.seen, phase: ()}, cursor=0)
+    return state.but(expected=expected, seen={**state.seen, phase: ()}, cursor=0)
 
 
 def bring(program: Program, state: State, unit: int, keep: frozenset[int], ops: list[Op]) -> State:
@@ -48,7 +46,7 @@ def bring(program: Program, state: State, unit: int, keep: frozenset[int], ops: 
     home, spec = program.placements[unit].weight, program.model.units[unit]
     state = make_room(program, state, spec.weight_bytes, keep, ops)
     ops.append(Op(Kind.FETCH, lanes(home)[0], unit, nbytes=spec.home_bytes, waits=(Key(Kind.STORE, unit),)))
-    return replace(state, here=(*state.here, unit))
+    return state.but(here=(*state.here, unit))
 
 
 def gather(program: Program, state: State, unit: int, ops: list[Op]) -> State:
@@ -60,7 +58,7 @@ def gather(program: Program, state: State, unit: int, ops: list[Op]) -> State:
     # A home that is whole lacks what came from the others.
     behind = program.away(unit) and not program.model.sharding.split("weight")
     changed = state.changed | {unit} if behind else state.changed
-    return replace(state, gathered=state.gathered | {unit}, changed=changed)
+    return state.but(gathered=state.gathered | {unit}, changed=changed)
 
 
 def _window(program: Program, state: State) -> int:
@@ -91,7 +89,7 @@ def _release(program: Program, state: State, unit: int, ops: list[Op]) -> State:
     ops.append(Op(Kind.RELEASE, Lane.COMPUTE, unit, nbytes=program.model.units[unit].weight_bytes, waits=waits))
     here = tuple(u for u in state.here if u != unit)
     gathered = state.gathered - {unit} if program.model.sharding.split("weight") else state.gathered
-    return replace(state, here=here, gathered=gathered)
+    return state.but(here=here, gathered=gathered)
 
 
 def write_home(program: Program, state: State, unit: int, ops: list[Op]) -> State:
@@ -100,4 +98,4 @@ def write_home(program: Program, state: State, unit: int, ops: list[Op]) -> Stat
     home, nbytes = program.placements[unit].weight, program.model.units[unit].home_bytes
     waits = (Key(Kind.FETCH, unit), Key(Kind.GATHER, unit))
     ops.append(Op(Kind.STORE, lanes(home)[1], unit, nbytes=nbytes, waits=waits))
-    return replace(state, changed=state.changed - {unit})
+    return state.but(changed=state.changed - {unit})

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from overspill.specs import Limits, ModelSpec, Phase, Placement
 
@@ -217,8 +217,12 @@ class Program:
         return self.limits.depth == 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class State:
+    """What the function remembers from one event to the next."""
+
+    # Not with slots: every event makes new ones, and copying a dictionary is the fastest way to do so.
+
     here: tuple[int, ...] = ()
     """Units away from home whose weights are (or are on their way to) the device, least recently needed first."""
     pinned: frozenset[int] = frozenset()
@@ -236,6 +240,10 @@ class State:
     """(unit, page) of those that wait for their update."""
     fed: frozenset[tuple[int, int]] = frozenset()
     """Those of them that have their gradients beside them, where these live elsewhere."""
+    coming: tuple[Key, ...] = ()
+    """Of the last pages that were sent for: what brings them."""
+    going: tuple[Key, ...] = ()
+    """Of the last pages that were updated: what brings them home."""
     training: bool = False
     """Whether a forward pass has begun since all was brought home: pages may be fetched for the next step."""
     leaving: tuple[tuple[int, int], ...] = ()
@@ -248,3 +256,10 @@ class State:
     seen: dict[Phase, tuple[int, ...]] = field(default_factory=dict)
     phase: Phase = "train"
     cursor: int = 0
+
+    def but(self, **changes: Any) -> "State":
+        """As it is, but for some of it."""
+        new = object.__new__(State)
+        new.__dict__.update(self.__dict__)
+        new.__dict__.update(changes)
+        return new

@@ -14,6 +14,7 @@ from overspill.program import Ahead, Event, Key, Kind, Lane, Op, Program, State,
 from overspill.runtime.lanes import Lanes, Ticket, Tickets, Work
 from overspill.runtime.pager import Pager
 from overspill.runtime.ranks import Ranks
+from overspill.trace import own_time
 
 Handler = Callable[[Op], Work]
 """Called on the caller's thread when the op is handed out (allocations happen here); what it returns runs on the
@@ -121,8 +122,13 @@ class Executor:
         return frozenset(found)
 
     def _run(self, op: Op) -> None:
-        for ticket in self._tickets.of(op.done):
-            ticket.finish()
+        done = [ticket for ticket in self._tickets.of(op.done) if not ticket.over]
+        if done:
+            begin = time.perf_counter()
+            for ticket in done:
+                ticket.finish()
+            if self.pager is None or not self.pager.mine:
+                own_time.waited(time.perf_counter() - begin)
         waits = self._tickets.of(op.waits)
         if op.lane == Lane.COMPUTE:
             begin = time.perf_counter()
@@ -154,7 +160,8 @@ class Executor:
 
     def finish(self) -> None:
         """Block until every lane is idle."""
-        self._tickets.finish()
+        with self.lock:
+            self._tickets.finish()
 
 
 def _fetches(pages: Iterable[tuple[int, int]]) -> list[Key]:

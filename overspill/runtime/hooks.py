@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 from overspill.runtime.door import Prepared
 from overspill.runtime.generation import NARROW
+from overspill.trace import own_time
 from overspill.units.layout import Layout
 
 log = logging.getLogger("overspill")
@@ -87,7 +88,8 @@ class Hook:
 
     @_disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
+        with own_time:
+            return self._run(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
         return Hook(_nothing)

@@ -73,6 +73,7 @@ class Lanes:
     def __init__(self, device: torch.device, recorder: Recorder) -> None:
         self.device = device
         self.delays: dict[Kind, float] = {}
+        self._index = device.index
         self._recorder = recorder
         self._threads: dict[Lane, ThreadPoolExecutor] = {}
         self._streams: dict[Lane, torch.cuda.Stream] = {}
@@ -126,7 +127,7 @@ class Lanes:
             work()
 
     def _issue(self, op: Op, work: Work, waits: Sequence[Ticket]) -> torch.cuda.Event:
-        stream, before = self._streams[op.lane], torch.cuda.current_stream(self.device)
+        stream, before = self._streams[op.lane], torch.cuda.current_stream(self._index)
         for ticket in waits:
             ticket.wait(stream)
         # Not torch's context: it asks for the current stream twice more.

@@ -10,6 +10,7 @@ import torch
 from overspill.runtime.executor import Executor
 from overspill.runtime.parts import Planned
 from overspill.specs import human
+from overspill.trace import own_time
 
 log = logging.getLogger("overspill")
 
@@ -27,6 +28,7 @@ class Measures:
         self._comm = executor.ranks.comm if executor.ranks is not None else None
         self._sent = Counter(self._comm.sent) if self._comm is not None else Counter[str]()
         self._then = (Counter(executor.moved), dict(executor.times), time.perf_counter())
+        self._own = own_time.seconds
         self.steps = 0
         self.last: dict[str, Any] = {"steps": 0, "seconds": 0.0, "moved": {}, "op_seconds": {}}
 
@@ -54,10 +56,11 @@ class Measures:
         self.last = {
             "steps": self.steps,
             "seconds": now - self._then[2],
+            "host_seconds": own_time.seconds - self._own,
             "moved": {str(lane): n for lane, n in (moved - self._then[0]).items()},
             "op_seconds": {str(k): s - self._then[1][k] for k, s in times.items() if s > self._then[1][k]},
         }
-        self._then = (moved, times, now)
+        self._then, self._own = (moved, times, now), own_time.seconds
         if self._comm is not None:
             self.last["sent"] = dict(Counter(self._comm.sent) - self._sent)
             self._sent = Counter(self._comm.sent)

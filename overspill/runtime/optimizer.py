@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from overspill.errors import ModelError, OptionError, StateError
 from overspill.runtime.engine import Engine
 from overspill.runtime.generation import NARROW
+from overspill.trace import own_time
 from overspill.units.local import local_of, part_for, wrapped
 
 
@@ -77,7 +78,8 @@ class SpilledOptimizer(torch.optim.Optimizer):
                 "expected step() without a closure, found one; evaluate the loss in the loop: updates that are due "
                 "later cannot call back"
             )
-        self.engine.step(self.param_groups)
+        with own_time:
+            self.engine.step(self.param_groups)
         # A scheduler made before prepare watches the user's own optimizer for the order of its calls.
         self.given._opt_called = True  # type: ignore[attr-defined]
 
@@ -92,7 +94,8 @@ class SpilledOptimizer(torch.optim.Optimizer):
         if foreach is None and self.engine.executor.lanes.device.type == "cuda":
             # torch would do so for plain gradients: the same bits in fewer kernels.
             foreach = True
-        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+        with own_time:
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ModelError(

@@ -36,6 +36,11 @@ class Pager:
         self._thread.start()
         _pagers.add(self)
 
+    @property
+    def mine(self) -> bool:
+        """Whether it is this thread that asks."""
+        return threading.current_thread() is self._thread
+
     def wake(self) -> None:
         """There may be something to do."""
         self._wake.set()

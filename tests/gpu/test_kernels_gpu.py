@@ -45,7 +45,7 @@ def test_the_bits_of_the_reference(dtype: torch.dtype, factors: int) -> None:
         assert rule is not None
         weight, kept = pair(numbers(0, torch.float32), dtype)
         ours, own_kept = weight.clone(), None if kept is None else kept.clone()
-        fields = [torch.full((COUNT,), rule.initial, device="cuda") for _ in rule.fields]
+        fields = [torch.full((COUNT,), float(rule.initial), device="cuda") for _ in rule.fields]
         own_fields = [f.clone() for f in fields]
         for step in range(1, 4):
             gradient = numbers(step, dtype if step < 3 else torch.float32)
@@ -58,10 +58,11 @@ def test_the_bits_of_the_reference(dtype: torch.dtype, factors: int) -> None:
             if kept is not None:
                 masters.split(master, weight, kept)
             gpu.RULES[rule.name](gpu.Elements(ours, own_kept, gradient, by, own_fields), hypers, step)
-            assert same(ours, weight), f"{kind.__name__} {settings} step {step}: weights"
-            assert kept is None or own_kept is None or same(own_kept, kept), f"{kind.__name__} {settings}: masters"
+            told = f"{kind.__name__} {settings} step {step}"
+            assert same(ours, weight), f"{told}: weights: {difference(ours, weight, gradient)}"
+            assert kept is None or own_kept is None or same(own_kept, kept), f"{told}: masters"
             for name, a, b in zip(rule.fields, own_fields, fields, strict=True):
-                assert same(a, b), f"{kind.__name__} {settings} step {step}: {name}: {difference(a, b, gradient)}"
+                assert same(a, b), f"{told}: {name}: {difference(a, b, gradient)}"
 
 
 def difference(a: Tensor, b: Tensor, gradient: Tensor) -> str:
