@@ -1,4 +1,4 @@
-"""Once, when activations are known: another plan, with more on the device. The runtime measures, this plans anew."""
+"""When more is known of activations: another plan, with more on the device. The runtime measures, this plans anew."""
 
 import dataclasses
 import logging
@@ -7,7 +7,7 @@ from overspill.config import Options
 from overspill.plan.plan import Plan
 from overspill.planning import Ground, forms_of, improved
 from overspill.runtime.engine import Engine
-from overspill.specs import MiB, human
+from overspill.specs import ROLES, MiB, human
 
 log = logging.getLogger("overspill")
 
@@ -29,42 +29,49 @@ def watch(engine: Engine, held: InForce, how: tuple[Options, Ground]) -> None:
     chosen, ground = how
     if chosen.place is not None or ground.comm is not None or not engine.measures.sees_activations:
         return
-    if all(p.grad == p.state == "device" for p in held.plan.placements):
+    if all(p.of(role) == "device" for p in held.plan.placements for role in ROLES):
         return
     # What the user's optimizer would keep for each parameter is asked again, of the optimizer itself.
     layout, optimizer = engine.parts.layout, engine.parts.optimizer
     forms = forms_of(optimizer, chosen, ground.sharding(held.plan.model.sharding.zero, optimizer))
 
-    def measured(activations: int) -> None:
+    def measured(activations: int) -> bool:
+        """Whether it is worth while to measure again."""
         margin = max(MARGIN, int(MARGIN_SHARE * held.plan.budget.device))
         found = improved(held.plan, layout, (chosen, ground, forms), activations + margin)
         if found is None:
             log.info("activations took %s; the plan stays as it is", human(activations))
-            return
+            return False
         move_in(engine, found)
-        moved = found.peak("device") - found.bytes_of("device", "activations")
-        log.info(
-            "activations took %s, so %s of what was elsewhere lives on the device now\n%s",
-            human(activations),
-            human(moved - held.plan.peak("device") + held.plan.bytes_of("device", "activations")),
-            found,
-        )
+        moved = _owned(found) - _owned(held.plan)
+        log.info("activations took %s, so %s more live on the device now\n%s", human(activations), human(moved), found)
         held.plan = found
+        # Activations are at their most before most gradients are there, so that was less than there is room for.
+        return True
 
     engine.when_measured = measured
 
 
+def _owned(plan: Plan) -> int:
+    return plan.peak("device") - plan.bytes_of("device", "activations")
+
+
 def move_in(engine: Engine, plan: Plan) -> None:
-    """Another plan comes into force: gradients and states, for which there is room after all, move to the device."""
+    """Another plan comes into force: what there is room for after all moves to the device, unit by unit."""
     engine.settle()
-    old, made = engine.executor.program.placements, engine.parts.made
-    for unit, (before, now) in enumerate(zip(old, plan.placements, strict=True)):
-        assert before.weight == now.weight, "weights stay where they are"
+    executor, made = engine.executor, engine.parts.made
+    for unit, now in enumerate(plan.placements):
+        before = executor.program.placements[unit]
+        if before.weight != now.weight:
+            engine.residency.need((unit,), ahead=False)
+            made.weights.settle_down(unit)
         if before.state != now.state:
             made.pages.settle_down(unit)
         if before.grad != now.grad:
             made.grads.bytes.settle_down(unit)
-    with engine.executor.lock:
-        engine.executor.program = dataclasses.replace(engine.executor.program, placements=plan.placements)
-    planned = engine.parts.planned
-    planned.owned, planned.peak = plan.peak("device") - plan.bytes_of("device", "activations"), plan.peak("device")
+        placements = (*plan.placements[: unit + 1], *executor.program.placements[unit + 1 :])
+        with executor.lock:
+            executor.program = dataclasses.replace(executor.program, placements=placements)
+            stay = {unit} if now.weight == "device" else set()
+            executor.state = executor.state.but(here=tuple(u for u in executor.state.here if u not in stay))
+    engine.parts.planned.owned, engine.parts.planned.peak = _owned(plan), plan.peak("device")

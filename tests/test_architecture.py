@@ -357,9 +357,10 @@ def test_import_is_cheap_and_touches_no_device() -> None:
         # A collection of torch's own objects, a tenth of a second, may fall due at any time; it is not our cost.
         "gc.freeze()\n"
         "before = set(sys.modules)\n"
-        "start = time.perf_counter()\n"
+        # Of this process: whoever else is busy on the machine does not count.
+        "start = time.process_time()\n"
         f"import {NAME}\n"
-        "seconds = time.perf_counter() - start\n"
+        "seconds = time.process_time() - start\n"
         "assert not torch.cuda.is_initialized(), 'the import initialised CUDA'\n"
         f"eager = [name for name in {LAZY!r} if name in sys.modules.keys() - before]\n"
         "assert not eager, f'imported at once, should be imported where they are used: {eager}'\n"

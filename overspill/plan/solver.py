@@ -9,7 +9,6 @@ that is possible, and never less than the largest unit's weights.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
@@ -101,7 +100,7 @@ def _largest(model: ModelSpec) -> int:
 def _activations(request: Request, needed: int) -> int:
     """See Note [Room for activations]."""
     if request.activations is not None:
-        return request.activations
+        return max(request.activations, _largest(request.model))
     room = request.budget.device - needed
     return max(_largest(request.model), min(request.budget.device // 2, room))
 
@@ -231,13 +230,12 @@ def _simulated(request: Request, placements: tuple[Placement, ...], limits: Limi
 
 
 def improve(request: Request, made: Plan) -> Plan | None:
-    """A plan with more gradients and states on the device than the one that was made before the activations were known;
-    None: there is no room. Weights stay where they are."""
+    """A plan with more on the device than the one that was made before so much was known of activations; None: there is
+    no room for more."""
     assert request.activations is not None, "only when activations are known"
     owned = sum(line.nbytes for line in _device_lines(request, made.placements, made.limits))
-    room, placements = request.budget.device - owned - request.activations, list(made.placements)
-    promoted: tuple[Literal["grad", "state"], ...] = ("grad", "state")
-    for role in promoted:
+    room, placements = request.budget.device - owned - _activations(request, owned), list(made.placements)
+    for role in ROLES:
         for index, unit in enumerate(request.model.units):
             taken = unit.role_bytes(role)
             if placements[index].of(role) != "device" and taken and taken <= room:

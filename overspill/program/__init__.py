@@ -29,9 +29,10 @@ order. All ranks fold the same function, so they do as long as they see the same
 one of them does not use), they notice before the ops run, and those that have no use for a collective *join* it.
 
 words.py: kinds, lanes, ops, events, state. weights.py: what is needed, fetched, gathered, released. updates.py: pages
-and steps. gradients.py: their way home. May import: layer 0 only.
+and steps. ahead.py: updates ahead of their use. gradients.py: their way home. May import: layer 0 only.
 """
 
+from overspill.program.ahead import next_unit, watched
 from overspill.program.gradients import WAITING
 from overspill.program.react import react, start
 from overspill.program.words import (
@@ -73,6 +74,8 @@ __all__ = [
     "Settle",
     "State",
     "Step",
+    "next_unit",
     "react",
     "start",
+    "watched",
 ]

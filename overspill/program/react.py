@@ -1,8 +1,9 @@
 """The pure function: from (state, event) to (state, ops)."""
 
+from overspill.program.ahead import ahead
 from overspill.program.gradients import flush, grad, reduce
 from overspill.program.passing import drop_grad, give_room
-from overspill.program.updates import ahead, due, update
+from overspill.program.updates import due, update
 from overspill.program.weights import advance, bring, gather, learn, make_room, mark, write_home
 from overspill.program.words import (
     Ahead,

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from overspill.program.passing import drop_grad, lanes
-from overspill.program.words import Ahead, Key, Kind, Lane, Op, Program, State
+from overspill.program.words import Key, Kind, Lane, Op, Program, State
 
+Staged = tuple[int, int, int]
+"""(unit, page, slot)"""
 QUEUED = 3
 """Copies of pages that may be on their way in one direction. See Note [Never far ahead]."""
 
@@ -13,7 +15,11 @@ QUEUED = 3
 def due(state: State, units: frozenset[int], ops: list[Op]) -> State:
     """Updates of these units are due: with the gradients, weights and factors of this moment."""
     ops += [Op(Kind.DUE, Lane.COMPUTE, unit) for unit in sorted(units)]
-    return state.but(pending=state.pending | units, due=(*state.due, *sorted(units)))
+    # In backward they become due the other way round.
+    order = sorted(units, reverse=True)
+    return state.but(
+        pending=state.pending | units, due=(*state.due, *order), latest=order[-1] if order else state.latest
+    )
 
 
 def update(program: Program, state: State, unit: int, ops: list[Op]) -> State:
@@ -24,12 +30,12 @@ def update(program: Program, state: State, unit: int, ops: list[Op]) -> State:
     count = len(program.model.units[unit].pages)
     for page in range(state.issued.get(unit, 0), count):
         if program.passes(unit):
-            state = _stage(program, state, unit, page, ops)
+            state = stage(program, state, unit, page, ops)
             if page + 1 < count and program.limits.depth > 1:
-                state = _stage(program, state, unit, page + 1, ops)
-            state = _issue(program, state, unit, page, ops)
+                state = stage(program, state, unit, page + 1, ops)
+            state = issue(program, state, unit, page, ops)
         elif page == 0:
-            state = _issue_all(program, state, unit, ops)
+            state = issue_all(program, state, unit, ops)
     last = (Key(Kind.UPDATE, unit, count - 1), Key(Kind.UPDATE, unit))
     ops.append(Op(Kind.UPDATED, Lane.COMPUTE, unit, waits=last))
     gathered = state.gathered - {unit} if program.gathers else state.gathered
@@ -40,69 +46,21 @@ def update(program: Program, state: State, unit: int, ops: list[Op]) -> State:
     return state.but(gathered=gathered, changed=changed)
 
 
-def ahead(program: Program, state: State, event: Ahead, ops: list[Op]) -> State:
-    """See Note [Earliest deadline first]."""
-    unit = None if program.shares_room else _next_unit(program, state, event.computed)
-    if unit is None:
-        return _fetch_ahead(program, state, ops)
-    if not program.passes(unit):
-        return _issue_all(program, state, unit, ops)
-    page = state.issued.get(unit, 0)
-    if not program.from_disk(unit) or ((unit, page) in event.fetched and (unit, page) in state.ready):
-        return _issue(program, _stage(program, state, unit, page, ops), unit, page, ops)
-    # Nobody shall wait for a disk while others want to go on: read ahead, and update what has been read.
-    for later in range(page, len(program.model.units[unit].pages)):
-        if (unit, later) not in state.ready and len(state.ready) < program.limits.depth:
-            return _stage(program, state, unit, later, ops)
-    return state
-
-
-def _next_unit(program: Program, state: State, computed: frozenset[int]) -> int | None:
-    """Of the units whose weights are here and that have pages left, the one that is needed first; one whose gradients
-    are still being computed only if there is no other."""
-    left = [
-        unit
-        for unit in state.due
-        if state.issued.get(unit, 0) < len(program.model.units[unit].pages)
-        and (not program.away(unit) or unit in state.here)
-    ]
-    there = [unit for unit in left if unit in computed]
-    if not there and program.eager:
-        # They are computed in the order in which they became due.
-        return left[0] if left else None
-    left = there or left
-    return next((unit for unit in _deadlines(state) if unit in left), min(left, default=None))
-
-
-def _deadlines(state: State) -> Iterator[int]:
+def deadlines(state: State) -> Iterator[int]:
     """Units in the order in which they are expected to be needed, this step's first."""
     expected = state.expected.get(state.phase, ())
     yield from expected[state.cursor :]
     yield from expected
 
 
-def _fetch_ahead(program: Program, state: State, ops: list[Op]) -> State:
-    """Nothing is pending: fetch a page that the next step's first updates will want, if a slot is free for it."""
-    if not state.training or program.eager or len(state.ready) >= program.limits.depth or program.shares_room:
-        return state
-    for unit in dict.fromkeys(state.expected.get("train", ())):
-        if program.placements[unit].state == "device":
-            continue
-        for page, spec in enumerate(program.model.units[unit].pages):
-            if spec.state_bytes and (unit, page) not in state.ready:
-                state, slot, done = _take_slot(program, state, (unit, page))
-                return _fetch(program, state, (unit, page), (slot, done), ops)
-    return state
-
-
-def _issue_all(program: Program, state: State, unit: int, ops: list[Op]) -> State:
+def issue_all(program: Program, state: State, unit: int, ops: list[Op]) -> State:
     """Update all pages of a unit that has everything on the device."""
     waits = tuple(Key(kind, unit) for kind in (Kind.DUE, Kind.FETCH, Kind.GATHER, Kind.REDUCE))
     ops.append(Op(Kind.UPDATE, program.update_lane, unit, waits=waits, free=True))
     return state.but(issued={**state.issued, unit: len(program.model.units[unit].pages)})
 
 
-def _issue(program: Program, state: State, unit: int, page: int, ops: list[Op]) -> State:
+def issue(program: Program, state: State, unit: int, page: int, ops: list[Op]) -> State:
     """Update a page that is staged, and send it home."""
     spec, home, lane = program.model.units[unit].pages[page], program.placements[unit].state, program.update_lane
     waits = [Key(kind, unit, page) for kind in (Kind.STATE_FETCH, Kind.PAGE_GRADS)]
@@ -118,15 +76,15 @@ def _issue(program: Program, state: State, unit: int, page: int, ops: list[Op]) 
     return state.but(issued=issued, ready=state.ready - done, fed=state.fed - done)
 
 
-def _stage(program: Program, state: State, unit: int, page: int, ops: list[Op]) -> State:
+def stage(program: Program, state: State, unit: int, page: int, ops: list[Op]) -> State:
     """Bring what a page's update needs to the device, if that has not been done ahead."""
     while state.leaving and program.shares_room:
         state = drop_grad(program, state, ops)
     fetched = next((s[2] for s in state.staged if s[:2] == (unit, page) and (unit, page) in state.ready), None)
     slot, done = fetched, tuple[Key, ...]()
     if slot is None:
-        state, slot, done = _take_slot(program, state, (unit, page))
-        state = _fetch(program, state, (unit, page), (slot, done), ops)
+        state, slot, done = take_slot(program, state, (unit, page))
+        state = fetch(program, state, (unit, page), (slot, done), ops)
     placement, spec = program.placements[unit], program.model.units[unit].pages[page]
     if placement.grad != "device" and spec.grad_bytes and (unit, page) not in state.fed:
         state = state.but(fed=state.fed | {(unit, page)})
@@ -136,20 +94,28 @@ def _stage(program: Program, state: State, unit: int, page: int, ops: list[Op]) 
     return state
 
 
-def _take_slot(program: Program, state: State, page: tuple[int, int]) -> tuple[State, int, tuple[Key, ...]]:
-    """Give a page a slot: which, and what must be over before it may be used. See Note [Never far ahead]."""
+def take_slot(
+    program: Program, state: State, page: tuple[int, int], free: Staged | None = None
+) -> tuple[State, int, tuple[Key, ...]]:
+    """Give a page a slot: which, and what must be over before it may be used. See Note [Never far ahead]. `free`: whose
+    slot it may have."""
     staged, ready, slot, done = state.staged, state.ready, len(state.staged), tuple[Key, ...]()
-    own = next((s for s in staged if s[:2] == page), None)
-    if own is not None or len(staged) >= program.limits.depth:
-        old = own or next((s for s in staged if s[:2] not in ready), None) or _needed_last(state, page)
+    old = free or next((s for s in staged if s[:2] == page), None)
+    if old is None and len(staged) >= program.limits.depth:
+        old = next((s for s in staged if s[:2] not in ready), None) or _needed_last(state, page)
+    if old is not None:
         staged, slot, ready = tuple(s for s in staged if s is not old), old[2], ready - {old[:2]}
-        state = state.but(fed=state.fed - {old[:2]})
-        kinds = (Kind.STATE_STORE, Kind.UPDATE, Kind.STATE_FETCH, Kind.PAGE_GRADS)
-        done = tuple(Key(kind, *old[:2]) for kind in kinds)
+        state, done = state.but(fed=state.fed - {old[:2]}), uses(old)
     return state.but(staged=(*staged, (*page, slot)), ready=ready | {page}), slot, done
 
 
-def _fetch(
+def uses(staged: Staged) -> tuple[Key, ...]:
+    """What may be using a slot."""
+    kinds = (Kind.STATE_STORE, Kind.UPDATE, Kind.STATE_FETCH, Kind.PAGE_GRADS)
+    return tuple(Key(kind, *staged[:2]) for kind in kinds)
+
+
+def fetch(
     program: Program, state: State, page: tuple[int, int], where: tuple[int, tuple[Key, ...]], ops: list[Op]
 ) -> State:
     home, spec = program.placements[page[0]].state, program.model.units[page[0]].pages[page[1]]
@@ -165,7 +131,7 @@ def _fetch(
 def _needed_last(state: State, page: tuple[int, int]) -> tuple[int, int, int]:
     """Of the pages that were fetched ahead, the one that is expected last gives its slot up; none that is updated just
     before the one that wants it."""
-    order = {unit: i for i, unit in reversed(list(enumerate(_deadlines(state))))}
+    order = {unit: i for i, unit in reversed(list(enumerate(deadlines(state))))}
     first = state.issued.get(page[0], 0)
     others = [s for s in state.staged if not (s[0] == page[0] and first <= s[1] < page[1])]
     return max(others, key=lambda s: (order.get(s[0], len(order)), s[1]))

@@ -138,11 +138,11 @@ class Due:
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """There is time to do one page of a pending update before anybody needs it; or to fetch one that will be updated
-    soon. `computed`: units whose gradients are not only due but there. `fetched`: (unit, page) that have been read from
-    a disk."""
+    soon. `computed`: units whose gradients are not only due but there. `busy`: of what is watched (program/ahead.py)
+    that which is not over."""
 
     computed: frozenset[int] = frozenset()
-    fetched: frozenset[tuple[int, int]] = frozenset()
+    busy: frozenset[Key] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +234,8 @@ class State:
     """Of pending units: how many pages were handed out."""
     due: tuple[int, ...] = ()
     """The pending units, in the order in which they became so."""
+    latest: int = -1
+    """The last one that became so."""
     staged: tuple[tuple[int, int, int], ...] = ()
     """(unit, page, slot) that have slots of the ring, for an update or on their way home, the oldest first."""
     ready: frozenset[tuple[int, int]] = frozenset()

@@ -42,8 +42,9 @@ class Engine:
         trained = [weakref.ref(p) for unit in self.units for p in unit.params if p.requires_grad]
         parts.made.grads.bytes.current = lambda: [g for ref in trained if (g := gradient_of(ref())) is not None]
         self.measures = Measures(parts.executor, parts.planned)
-        self.when_measured: Callable[[int], None] | None = None
-        """Called once, with what activations were seen to take, at a moment when another plan may come into force."""
+        self.when_measured: Callable[[int], bool] | None = None
+        """Called with what activations were seen to take, at a moment when another plan may come into force; says
+        whether to measure again."""
         self.steps = Steps(self.units, parts, self.residency)
         self._watch = ShapeWatch(model)
         ranks = parts.made.ranks
@@ -78,8 +79,8 @@ class Engine:
         """The root is called: look whether the model is still the same, bring the inputs."""
         self._watch.check(call=True)
         self.residency.copies.forget()
-        if self.when_measured is not None and torch.is_grad_enabled() and self._tells():
-            self.when_measured = None
+        if self.when_measured is not None and torch.is_grad_enabled():
+            self._tell()
         if self._buffers is not None:
             self._buffers.begin()
         self.executor(Begin(self.residency.phase))
@@ -88,13 +89,15 @@ class Engine:
         device, dtype = self.executor.lanes.device, self.parts.dtype
         return cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
 
-    def _tells(self) -> bool:
+    def _tell(self) -> None:
         """Tell what activations took, if that is known and no gradient is anywhere."""
         seen, current = self.measures.activations(), self.parts.made.grads.bytes.current
         if seen is None or self.when_measured is None or any(not g.zero for g in current()):
-            return False
-        self.when_measured(seen)
-        return True
+            return
+        if self.when_measured(seen):
+            self.measures.measure_again()
+        else:
+            self.when_measured = None
 
     def end(self, output: Any) -> Any:
         """The root's call is over; what it gives is handed out."""

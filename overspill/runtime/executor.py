@@ -4,13 +4,13 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from overspill.errors import StateError
-from overspill.program import Ahead, Event, Key, Kind, Lane, Op, Program, State, react, start
+from overspill.program import Ahead, Event, Key, Kind, Lane, Need, Op, Program, State, next_unit, react, start, watched
 from overspill.runtime.lanes import Lanes, Ticket, Tickets, Work
 from overspill.runtime.pager import Pager
 from overspill.runtime.ranks import Ranks
@@ -19,6 +19,10 @@ from overspill.trace import own_time
 Handler = Callable[[Op], Work]
 """Called on the caller's thread when the op is handed out (allocations happen here); what it returns runs on the
 lane. For ops of the compute lane both happen at once, behind the op's waits."""
+
+
+PATIENCE = 1.0
+"""Seconds that one page may take at most."""
 
 
 class Executor:
@@ -40,6 +44,7 @@ class Executor:
         self.lock = threading.RLock()
         """Whoever looks at what ops change while they run must hold it: pages may be updated by another thread."""
         self.pager: Pager | None = None
+        self._progress = threading.Condition(self.lock)
 
     def handle(self, handlers: dict[Kind, Handler]) -> None:
         self._handlers |= handlers
@@ -47,6 +52,8 @@ class Executor:
     def __call__(self, event: Event) -> None:
         # Autograd may run the nodes of one backward pass in two threads: those on the GPU and those on the CPU.
         with self.lock:
+            if self.pager is not None and isinstance(event, Need):
+                self._let_pager(event)
             self._check()
             state, ops = react(self.program, self.state, event)
             while self.ranks is not None and (offer := self.ranks.points(ops)):
@@ -59,6 +66,19 @@ class Executor:
             self._fold(state, ops)
         if self.pager is not None and (self.state.pending or self.state.training):
             self.pager.wake()
+
+    def _let_pager(self, event: Need) -> None:
+        """As long as the other thread is at the very pages that are needed, it hands them out: it keeps both ways of
+        the link busy. One that makes no progress is not waited for."""
+        begin = time.perf_counter()
+        while self.pager is not None and self.pager.alive:
+            unit = next_unit(self.program, self.state, frozenset(self.state.due))
+            if unit is None or unit not in event.units or not self.program.passes(unit):
+                break
+            self.pager.wake()
+            if not self._progress.wait(PATIENCE):
+                break
+        own_time.waited(time.perf_counter() - begin)
 
     def join(self, event: Event) -> None:
         """React to an event that all ranks agreed on."""
@@ -93,33 +113,31 @@ class Executor:
             raise
 
     def ahead(self) -> Sequence[Ticket] | None:
-        """Do one page of what is pending, if its slot is free; else what that waits for. None: nothing is to be done.
-        Called by another thread than the one that uses the model."""
+        """Do what can be done now for updates that are pending, or will be; else say what that waits for. None: nothing
+        is to be done. Called by another thread than the one that uses the model."""
         with self.lock:
             if self._failed is not None:
                 return None
-            state, ops = react(self.program, self.state, Ahead(self._computed(), self._fetched()))
-            keys = [key for op in ops for key in op.done] if ops else _fetches(self.state.ready)
-            waits = [ticket for ticket in self._tickets.of(keys) if not ticket.over]
-            if not ops or waits:
-                return waits or None
-            self._fold(state, ops)
-        return ()
-
-    def _fetched(self) -> frozenset[tuple[int, int]]:
-        """Pages that wait for their update and are there."""
-        ready = (page for page in self.state.ready if self.program.from_disk(page[0]))
-        return frozenset(page for page in ready if all(t.issued for t in self._tickets.of(_fetches((page,)))))
+            busy = {key: t for key in watched(self.program, self.state) for t in self._tickets.of((key,)) if not t.over}
+            state, ops = react(self.program, self.state, Ahead(self._computed(), frozenset(busy)))
+            if ops:
+                self._fold(state, ops)
+                self._progress.notify_all()
+                return ()
+            first = [Key(Kind.DUE, unit) for unit in self._uncomputed()[:1]]
+            return list(busy.values())[:1] or self._tickets.of(first) or None
 
     def _computed(self) -> frozenset[int]:
         """Units whose gradients are due and there."""
-        found: list[int] = []
-        for unit in self.state.due:
+        rest = self._uncomputed()
+        return frozenset(self.state.due).difference(rest)
+
+    def _uncomputed(self) -> tuple[int, ...]:
+        for position, unit in enumerate(self.state.due):
             # One after the other on one stream: if this one is not there yet, the others are not either.
             if not all(ticket.over for ticket in self._tickets.of((Key(Kind.DUE, unit),))):
-                break
-            found.append(unit)
-        return frozenset(found)
+                return self.state.due[position:]
+        return ()
 
     def _run(self, op: Op) -> None:
         done = [ticket for ticket in self._tickets.of(op.done) if not ticket.over]
@@ -162,7 +180,3 @@ class Executor:
         """Block until every lane is idle."""
         with self.lock:
             self._tickets.finish()
-
-
-def _fetches(pages: Iterable[tuple[int, int]]) -> list[Key]:
-    return [Key(kind, *page) for page in pages for kind in (Kind.STATE_FETCH, Kind.PAGE_GRADS)]

@@ -30,6 +30,7 @@ class Measures:
         self._then = (Counter(executor.moved), dict(executor.times), time.perf_counter())
         self._own = own_time.seconds
         self.steps = 0
+        self._since = 0
         self.last: dict[str, Any] = {"steps": 0, "seconds": 0.0, "moved": {}, "op_seconds": {}}
 
     def peaks(self) -> dict[str, int]:
@@ -45,9 +46,12 @@ class Measures:
     def activations(self) -> int | None:
         """What they take at most, as far as that was seen in the first steps; None: not known yet, or never."""
         device = self._executor.lanes.device
-        if self.steps < STEPS_SEEN or not self.sees_activations:
+        if self.steps - self._since < STEPS_SEEN or not self.sees_activations:
             return None
         return max(0, torch.cuda.max_memory_allocated(device) - self._planned.owned)
+
+    def measure_again(self) -> None:
+        self._since = self.steps
 
     def tick(self) -> None:
         """A step ends here. Updates that it made due are counted with the next step, in which they run."""

@@ -37,6 +37,10 @@ class Pager:
         _pagers.add(self)
 
     @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
     def mine(self) -> bool:
         """Whether it is this thread that asks."""
         return threading.current_thread() is self._thread

@@ -139,6 +139,7 @@ class Made:
 
     units: tuple[Unit, ...]
     executor: Executor
+    weights: Weights
     grads: Gradients
     pages: Pages
     masters: Masters
@@ -181,14 +182,15 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
         else OwnUpdate(optimizer, units, pages, masters, collector)
     )
     updates = Updates(update, grads, pages, masters)
-    for part in (Weights(units, places, comm), grads.passing, pages, updates):
+    weights = Weights(units, places, comm)
+    for part in (weights, grads.passing, pages, updates):
         executor.handle(part.handlers())
     if reduction is not None and ranks is not None:
         executor.handle(reduction.handlers())
         ranks.width, ranks.widen = reduction.width, reduction.widen
     if materials.device.type in PAGED and program.update_lane == Lane.UPDATE and not program.shares_room:
         executor.pager = Pager(executor, materials.device)
-    return Made(units, executor, grads, pages, masters, update, updates, recorder, ranks, collector)
+    return Made(units, executor, weights, grads, pages, masters, update, updates, recorder, ranks, collector)
 
 
 def _weight_home(tiers: Mapping[TierName, Tier], name: TierName, unit: UnitSpec) -> Home | None:

@@ -48,6 +48,11 @@ class Weights:
             Kind.OPEN: self._open,
         }
 
+    def settle_down(self, unit: int) -> None:
+        """A unit that is here lives here from now on."""
+        assert self._units[unit].here and unit not in self._ahead, "only a unit that is open can stay"
+        self._units[unit].home = None
+
     def _home(self, unit: Unit) -> Tier:
         assert unit.home is not None, f"unit {unit.spec.name} lives on the device and cannot move"
         return self._tiers[unit.home.tier]  # type: ignore[index]
