@@ -20,21 +20,21 @@ a copy that was queued long before it can run holds up a small one that the mode
 out only when its slot is free, which is when the page that was there before is home, and when few are on their way.
 Whoever needs a unit waits, on the host, until all of its pages are handed out; never until they are done.
 
-Note [Earliest deadline first]: while nobody needs anything, pages of pending updates are handed out ahead of their use:
-first those whose gradients are computed, and of these first those of the unit that is expected to be needed first. When
-none is pending, state that the next step will update first is fetched into the slots that are free.
+Note [Earliest deadline first]: while nobody needs anything, pending updates are begun ahead of their use: of those
+whose gradients are computed the one of the unit that is expected to be needed first. When none is pending, state that
+will be updated next is fetched into the slots that are free.
 
 Note [Ranks]: over several ranks, ops on the comm lane are collectives: every rank must run the same ones in the same
 order. All ranks fold the same function, so they do as long as they see the same events; where they do not (a unit that
 one of them does not use), they notice before the ops run, and those that have no use for a collective *join* it.
 
 words.py: kinds, lanes, ops, events, state. weights.py: what is needed, fetched, gathered, released. updates.py: pages
-and steps. ahead.py: updates ahead of their use. gradients.py: their way home. May import: layer 0 only.
+and steps. gradients.py: their way home. May import: layer 0 only.
 """
 
-from overspill.program.ahead import next_unit, watched
 from overspill.program.gradients import WAITING
 from overspill.program.react import react, start
+from overspill.program.updates import next_updates
 from overspill.program.words import (
     Ahead,
     Begin,
@@ -74,8 +74,7 @@ __all__ = [
     "Settle",
     "State",
     "Step",
-    "next_unit",
+    "next_updates",
     "react",
     "start",
-    "watched",
 ]

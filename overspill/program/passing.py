@@ -12,9 +12,9 @@ def lanes(tier: TierName) -> tuple[Lane, Lane]:
 def give_room(program: Program, state: State, ops: list[Op]) -> State:
     """Gradients come by: pages make room for them where there is none for both. See Note [Passing bytes]."""
     while state.staged and program.shares_room:
-        unit, page, slot = state.staged[0]
+        unit, page = state.staged[0]
         waits = (Key(Kind.STATE_STORE, unit, page), Key(Kind.UPDATE, unit, page))
-        ops.append(Op(Kind.PAGE_DROP, Lane.COMPUTE, unit, page, waits=waits, slot=slot))
+        ops.append(Op(Kind.PAGE_DROP, Lane.COMPUTE, unit, page, waits=waits))
         state = state.but(staged=state.staged[1:])
     return state
 

@@ -1,9 +1,8 @@
 """The pure function: from (state, event) to (state, ops)."""
 
-from overspill.program.ahead import ahead
 from overspill.program.gradients import flush, grad, reduce
 from overspill.program.passing import drop_grad, give_room
-from overspill.program.updates import due, update
+from overspill.program.updates import ahead, due, update
 from overspill.program.weights import advance, bring, gather, learn, make_room, mark, write_home
 from overspill.program.words import (
     Ahead,
@@ -127,9 +126,7 @@ def _step(program: Program, state: State, event: Step, ops: list[Op]) -> State:
 def _settle(program: Program, state: State, event: Settle, ops: list[Op]) -> State:
     every = range(len(program.model.units))
     if event.units is None:
-        # What was fetched ahead may be read or replaced from outside now.
-        pending = frozenset(page for page in state.ready if page[0] in state.pending)
-        state = state.but(training=False, ready=pending)
+        state = state.but(training=False)
     units = [u for u in (every if event.units is None else event.units) if u in state.pending]
     for unit in units:
         keep = state.pinned | event.held | {unit}

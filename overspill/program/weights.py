@@ -81,7 +81,7 @@ def _expected_last(state: State, units: list[int]) -> int:
 
 
 def _release(program: Program, state: State, unit: int, ops: list[Op]) -> State:
-    if unit in state.issued:
+    if unit in state.begun:
         # Its update has begun, on weights that are here.
         state = update(program, state, unit, ops)
     state = write_home(program, state, unit, ops)

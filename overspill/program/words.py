@@ -55,6 +55,7 @@ class Lane(StrEnum):
     UP = "up"
     DOWN = "down"
     UPDATE = "update"
+    PAGES = "pages"
     READ = "read"
     WRITE = "write"
     COMM = "comm"
@@ -85,6 +86,10 @@ class Op:
     @property
     def key(self) -> Key:
         return Key(self.kind, self.unit, self.item)
+
+    @property
+    def page(self) -> tuple[int, int]:
+        return self.unit, self.item
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +142,10 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """There is time to do one page of a pending update before anybody needs it; or to fetch one that will be updated
-    soon. `computed`: units whose gradients are not only due but there. `busy`: of what is watched (program/ahead.py)
-    that which is not over."""
+    """There is time for a pending update before anybody needs it. `computed`: units whose gradients are not only due
+    but there."""
 
     computed: frozenset[int] = frozenset()
-    busy: frozenset[Key] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,8 @@ class Program:
     limits: Limits
     eager: bool = False
     """Whether updates are due in backward, unit by unit, and not all with the step."""
+    piped: bool = False
+    """Whether there is somebody who takes whole units and passes their pages through the ring: see Lane.PAGES."""
 
     def away(self, unit: int) -> bool:
         """Whether the unit's weights are on the device only while they are used: they, or most of them, live
@@ -207,10 +212,6 @@ class Program:
         """Whether pages of the unit pass through the ring."""
         return self.placements[unit].state != "device" or self.placements[unit].grad != "device"
 
-    def from_disk(self, unit: int) -> bool:
-        """Whether somebody waits until its pages, or their gradients, are read."""
-        return "nvme" in (self.placements[unit].state, self.placements[unit].grad)
-
     @property
     def shares_room(self) -> bool:
         """Whether pages give their room up to gradients on their way home. See Note [Passing bytes]."""
@@ -230,22 +231,18 @@ class State:
     """Units whose device bytes are newer than their home."""
     pending: frozenset[int] = frozenset()
     """Units with an update that is due and that the compute lane is not behind."""
-    issued: dict[int, int] = field(default_factory=dict)
-    """Of pending units: how many pages were handed out."""
+    begun: frozenset[int] = frozenset()
+    """Those of them whose pages were handed out."""
     due: tuple[int, ...] = ()
-    """The pending units, in the order in which they became so."""
+    """Those of them, in the order in which they became so."""
     latest: int = -1
     """The last one that became so."""
-    staged: tuple[tuple[int, int, int], ...] = ()
-    """(unit, page, slot) that have slots of the ring, for an update or on their way home, the oldest first."""
+    staged: tuple[tuple[int, int], ...] = ()
+    """(unit, page) that have slots of the ring, for an update or on their way home, the oldest first."""
     ready: frozenset[tuple[int, int]] = frozenset()
-    """(unit, page) of those that wait for their update."""
-    fed: frozenset[tuple[int, int]] = frozenset()
-    """Those of them that have their gradients beside them, where these live elsewhere."""
-    coming: tuple[Key, ...] = ()
-    """Of the last pages that were sent for: what brings them."""
-    going: tuple[Key, ...] = ()
-    """Of the last pages that were updated: what brings them home."""
+    """Those of them that wait for their update."""
+    turn: int = 0
+    """How many pages were staged so far: they take the ring's slots in turn."""
     training: bool = False
     """Whether a forward pass has begun since all was brought home: pages may be fetched for the next step."""
     leaving: tuple[tuple[int, int], ...] = ()

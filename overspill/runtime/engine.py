@@ -175,7 +175,7 @@ class Engine:
             self.parts.made.updates.put(unit, tuple(todo))
         self.executor(Step(frozenset(jobs), self.residency.held()))
         self.residency.forget()
-        with self.executor.lock:
+        with self.executor.views:
             seen = tuple(u for u in jobs if self.residency.full or (self.units[u].viewed and self.units[u].here))
         if seen:
             # Whoever holds views of weights, or has them all open, would see them before their update.
@@ -195,7 +195,7 @@ class Engine:
     def _settle(self, units: tuple[int, ...] | None = None) -> None:
         self.executor(Settle(units, self.residency.held()))
         # Weights of which somebody holds views may be written at any time, and again after they were brought home.
-        with self.executor.lock:
+        with self.executor.views:
             viewed = tuple(u for u, unit in enumerate(self.units) if unit.viewed and unit.here)
         if viewed:
             self.executor(Mark(viewed, written=True))

@@ -5,24 +5,32 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from overspill.errors import StateError
-from overspill.program import Ahead, Event, Key, Kind, Lane, Need, Op, Program, State, next_unit, react, start, watched
+from overspill.program import Ahead, Event, Key, Kind, Lane, Op, Program, State, react, start
 from overspill.runtime.lanes import Lanes, Ticket, Tickets, Work
-from overspill.runtime.pager import Pager
 from overspill.runtime.ranks import Ranks
 from overspill.trace import own_time
+
+
+class Pager(Protocol):
+    """See pager.py."""
+
+    moved: Counter[Lane]
+
+    def submit(self, op: Op, waits: Sequence[Ticket]) -> Ticket: ...
+    def wake(self) -> None: ...
+    def drain(self) -> None: ...
+    def close(self) -> None: ...
+
 
 Handler = Callable[[Op], Work]
 """Called on the caller's thread when the op is handed out (allocations happen here); what it returns runs on the
 lane. For ops of the compute lane both happen at once, behind the op's waits."""
-
-
-PATIENCE = 1.0
-"""Seconds that one page may take at most."""
 
 
 class Executor:
@@ -36,7 +44,7 @@ class Executor:
         self.moved: Counter[Lane] = Counter()
         self.times: dict[Kind, float] = dict.fromkeys(Kind, 0.0)
         self._handlers: dict[Kind, Handler] = {}
-        self._tickets = Tickets()
+        self.tickets = Tickets()
         self._together: Ticket | None = None
         """Of the last collective."""
         self._failed: BaseException | None = None
@@ -44,7 +52,9 @@ class Executor:
         self.lock = threading.RLock()
         """Whoever looks at what ops change while they run must hold it: pages may be updated by another thread."""
         self.pager: Pager | None = None
-        self._progress = threading.Condition(self.lock)
+        """Who passes pages through the ring, where somebody does."""
+        self.views = threading.Lock()
+        """Held by whoever works on weights in another thread, and by whoever looks for views of them."""
 
     def handle(self, handlers: dict[Kind, Handler]) -> None:
         self._handlers |= handlers
@@ -52,8 +62,6 @@ class Executor:
     def __call__(self, event: Event) -> None:
         # Autograd may run the nodes of one backward pass in two threads: those on the GPU and those on the CPU.
         with self.lock:
-            if self.pager is not None and isinstance(event, Need):
-                self._let_pager(event)
             self._check()
             state, ops = react(self.program, self.state, event)
             while self.ranks is not None and (offer := self.ranks.points(ops)):
@@ -66,19 +74,6 @@ class Executor:
             self._fold(state, ops)
         if self.pager is not None and (self.state.pending or self.state.training):
             self.pager.wake()
-
-    def _let_pager(self, event: Need) -> None:
-        """As long as the other thread is at the very pages that are needed, it hands them out: it keeps both ways of
-        the link busy. One that makes no progress is not waited for."""
-        begin = time.perf_counter()
-        while self.pager is not None and self.pager.alive:
-            unit = next_unit(self.program, self.state, frozenset(self.state.due))
-            if unit is None or unit not in event.units or not self.program.passes(unit):
-                break
-            self.pager.wake()
-            if not self._progress.wait(PATIENCE):
-                break
-        own_time.waited(time.perf_counter() - begin)
 
     def join(self, event: Event) -> None:
         """React to an event that all ranks agreed on."""
@@ -113,19 +108,21 @@ class Executor:
             raise
 
     def ahead(self) -> Sequence[Ticket] | None:
-        """Do what can be done now for updates that are pending, or will be; else say what that waits for. None: nothing
+        """Begin an update that is pending, if its gradients are computed; else say what that waits for. None: nothing
         is to be done. Called by another thread than the one that uses the model."""
-        with self.lock:
+        if not self.lock.acquire(blocking=False):
+            # Whoever is busy here may wait for the one who asks, and wakes him afterwards.
+            return None
+        try:
             if self._failed is not None:
                 return None
-            busy = {key: t for key in watched(self.program, self.state) for t in self._tickets.of((key,)) if not t.over}
-            state, ops = react(self.program, self.state, Ahead(self._computed(), frozenset(busy)))
+            state, ops = react(self.program, self.state, Ahead(self._computed()))
             if ops:
                 self._fold(state, ops)
-                self._progress.notify_all()
                 return ()
-            first = [Key(Kind.DUE, unit) for unit in self._uncomputed()[:1]]
-            return list(busy.values())[:1] or self._tickets.of(first) or None
+            return self.tickets.of([Key(Kind.DUE, unit) for unit in self._uncomputed()[:1]]) or None
+        finally:
+            self.lock.release()
 
     def _computed(self) -> frozenset[int]:
         """Units whose gradients are due and there."""
@@ -135,40 +132,41 @@ class Executor:
     def _uncomputed(self) -> tuple[int, ...]:
         for position, unit in enumerate(self.state.due):
             # One after the other on one stream: if this one is not there yet, the others are not either.
-            if not all(ticket.over for ticket in self._tickets.of((Key(Kind.DUE, unit),))):
+            if not all(ticket.over for ticket in self.tickets.of((Key(Kind.DUE, unit),))):
                 return self.state.due[position:]
         return ()
 
     def _run(self, op: Op) -> None:
-        done = [ticket for ticket in self._tickets.of(op.done) if not ticket.over]
-        if done:
-            begin = time.perf_counter()
-            for ticket in done:
-                ticket.finish()
-            if self.pager is None or not self.pager.mine:
-                own_time.waited(time.perf_counter() - begin)
-        waits = self._tickets.of(op.waits)
+        for ticket in self.tickets.of(op.done):
+            _waiting(ticket.finish)
+        waits = self.tickets.of(op.waits)
+        if op.lane == Lane.PAGES:
+            assert self.pager is not None, "only where there is a pager"
+            self.tickets.put(op.key, self.pager.submit(op, waits))
+            return
         if op.lane == Lane.COMPUTE:
             begin = time.perf_counter()
-            self.lanes.compute(op, lambda: self._handlers[op.kind](op)(), waits)
+            for ticket in waits:
+                _waiting(ticket.wait)
+            self.lanes.compute(op, lambda: self._handlers[op.kind](op)())
             self.times[op.kind] += time.perf_counter() - begin
             if op.kind == Kind.DUE:
-                self._tickets.put(op.key, self.lanes.mark())
+                self.tickets.put(op.key, self.lanes.mark())
             return
         self.moved[op.lane] += op.nbytes
         issued = self.lanes.submit(op, self._handlers[op.kind](op), waits)
-        self._tickets.put(op.key, issued)
+        self.tickets.put(op.key, issued)
         if op.lane == Lane.COMM:
             self._together = issued
 
     def wait(self, key: Key) -> None:
         """Make what the caller does next come after the latest op of this key."""
-        for ticket in self._tickets.of((key,)):
+        for ticket in self.tickets.of((key,)):
             ticket.wait()
 
     def finish_latest(self, key: Key) -> None:
         """Block until the latest op of this key is done."""
-        for ticket in self._tickets.of((key,)):
+        for ticket in self.tickets.of((key,)):
             ticket.finish()
 
     def finish_together(self) -> None:
@@ -178,5 +176,18 @@ class Executor:
 
     def finish(self) -> None:
         """Block until every lane is idle."""
+        if self.pager is not None:
+            self.pager.drain()
         with self.lock:
-            self._tickets.finish()
+            self.tickets.finish()
+
+    def traffic(self) -> Counter[Lane]:
+        """Bytes that were moved, by lane."""
+        return self.moved + self.pager.moved if self.pager is not None else Counter(self.moved)
+
+
+def _waiting(wait: Callable[[], None]) -> None:
+    """Wait for something that is no work of ours."""
+    begin = time.perf_counter()
+    wait()
+    own_time.waited(time.perf_counter() - begin)

@@ -27,7 +27,7 @@ class Measures:
         self._warned = False
         self._comm = executor.ranks.comm if executor.ranks is not None else None
         self._sent = Counter(self._comm.sent) if self._comm is not None else Counter[str]()
-        self._then = (Counter(executor.moved), dict(executor.times), time.perf_counter())
+        self._then = (executor.traffic(), dict(executor.times), time.perf_counter())
         self._own = own_time.seconds
         self.steps = 0
         self._since = 0
@@ -48,14 +48,15 @@ class Measures:
         device = self._executor.lanes.device
         if self.steps - self._since < STEPS_SEEN or not self.sees_activations:
             return None
-        return max(0, torch.cuda.max_memory_allocated(device) - self._planned.owned)
+        # Reserved, because that is what the budget is for: the allocator cannot use every hole.
+        return max(0, torch.cuda.max_memory_reserved(device) - self._planned.owned)
 
     def measure_again(self) -> None:
         self._since = self.steps
 
     def tick(self) -> None:
         """A step ends here. Updates that it made due are counted with the next step, in which they run."""
-        moved, times, now = Counter(self._executor.moved), dict(self._executor.times), time.perf_counter()
+        moved, times, now = self._executor.traffic(), dict(self._executor.times), time.perf_counter()
         self.steps += 1
         self.last = {
             "steps": self.steps,

@@ -1,77 +1,185 @@
-"""Updates pages ahead of their use, while the training loop does other things.
+"""Passes the pages of whole units through the ring, while the training loop does other things.
 
-Note [Who hands pages out]: pages pass through few slots, and each is handed out when its slot is free (program/,
-Note [Never far ahead]). The training loop's own thread is far ahead of the GPU, or waits for it, and comes by too
-seldom. So a thread of its own waits for slots. What it does is decided by the program, under the executor's lock; it
-touches no object of the user's.
+Note [Who hands pages out]: each page is handed out when its slot is free (program/, Note [Never far ahead]). The
+training loop's own thread is far ahead of the GPU, or waits for it, and comes by too seldom. So a thread of its own
+waits for slots. What it works on is decided by the program: which unit is next, and what to fetch when nothing is
+pending. It touches no object of the user's.
+
+Note [Two ways of the link]: pages come up and go down side by side, a few at a time each way. So at every turn a page
+is fetched, if there is a slot for it, and one that is there is updated and sent home.
 """
+
+from __future__ import annotations
 
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from overspill.program import Lane, Op, Program, State, next_updates
+from overspill.runtime.lanes import Ticket
+from overspill.runtime.passage import Page, Passage
 
-class Waitable(Protocol):
-    def finish(self) -> None: ...
+QUEUED = 3
+"""Pages that may be on their way, each way."""
+UNITS = 2
+"""Units whose updates may have begun: the one at hand, and one whose pages can be fetched meanwhile."""
 
 
-class Pages(Protocol):
-    """The executor, as this thread sees it."""
+class Executor(Protocol):
+    """As this thread sees it."""
 
-    def ahead(self) -> Sequence[Waitable] | None: ...
+    program: Program
+    state: State
+
+    def ahead(self) -> Sequence[Ticket] | None: ...
+
+
+@dataclass(slots=True)
+class UnitWork:
+    """What is left to do for one unit."""
+
+    op: Op
+    waits: Sequence[Ticket]
+    future: Future[torch.cuda.Event | None]
+    """Of the last page's update, when it is handed out."""
+    pages: deque[Page] = field(default_factory=deque)
+    begun: bool = False
 
 
 class Pager:
-    """Runs until it is closed, nobody refers to the executor any more, or Python ends."""
+    """Runs until it is closed or forgotten, or Python ends. Its thread refers to it only while it works."""
 
-    def __init__(self, executor: Pages, device: torch.device) -> None:
-        self._wake = threading.Event()
+    def __init__(self, executor: Executor, passage: Passage, device: torch.device) -> None:
+        self._executor = executor
+        self._passage = passage
+        self._device = device
+        self.moved: Counter[Lane] = passage.moved
+        self._works: deque[UnitWork] = deque()
+        self._wake, self._idle = threading.Event(), threading.Event()
         self._closed = False
-        kept = weakref.ref(executor, lambda _: self._stop())
-        self._thread = threading.Thread(target=self._loop, args=(kept, device), name="overspill-pager", daemon=True)
+        weakref.finalize(self, self._wake.set)
+        args = (weakref.ref(self), self._wake, device)
+        self._thread = threading.Thread(target=_serve, args=args, name="overspill-pager", daemon=True)
         self._thread.start()
         _pagers.add(self)
 
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
+    # --- what others call
 
-    @property
-    def mine(self) -> bool:
-        """Whether it is this thread that asks."""
-        return threading.current_thread() is self._thread
+    def submit(self, op: Op, waits: Sequence[Ticket]) -> Ticket:
+        """Update a unit, after those that were submitted before; the ticket is ready when its last page is handed
+        out."""
+        work = UnitWork(op, waits, Future())
+        work.pages.extend(self._passage.pages_of(op.unit))
+        self._idle.clear()
+        self._works.append(work)
+        self._wake.set()
+        return Ticket(work.future, self._device)
 
     def wake(self) -> None:
         """There may be something to do."""
+        self._idle.clear()
         self._wake.set()
 
-    def _stop(self) -> None:
-        self._closed = True
-        self._wake.set()
+    def drain(self) -> None:
+        """Wait until there is nothing to do any more."""
+        while self._thread.is_alive() and not self._idle.wait(0.05):
+            self._wake.set()
 
     def close(self) -> None:
-        self._stop()
+        self._closed = True
+        self._wake.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _loop(self, executor: Callable[[], Pages | None], device: torch.device) -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        while True:
-            self._wake.wait()
-            self._wake.clear()
-            # An error ends the thread; the executor remembers it, and whoever uses the model next hears of it.
-            while not self._closed and _one(executor()):
+    # --- the thread
+
+    def serve(self) -> bool:
+        """Work until there is nothing to do; False: it is closed."""
+        try:
+            while not self._closed and self._turn(self._executor):
                 pass
-            if self._closed:
-                return
+        except BaseException as error:
+            self._fail(error)
+            raise
+        if self._closed:
+            self._fail(RuntimeError("the engine is closed"))
+        if not self._wake.is_set():
+            self._idle.set()
+        return not self._closed
+
+    def _fail(self, error: BaseException) -> None:
+        """Whoever waits for updates hears of it."""
+        self._closed = True
+        while self._works:
+            self._works.popleft().future.set_exception(error)
+
+    def _turn(self, executor: Executor) -> bool:
+        """Do something, or wait until there is something to do; False: there is nothing."""
+        begun = executor.ahead() if len(self._works) < UNITS else None
+        done = self._fetch(executor) | self._update()
+        if done or self._passage.wait():
+            return True
+        assert not self._works, f"an update of unit {self._works[0].op.unit} cannot go on"
+        for ticket in begun or ():
+            ticket.finish()
+        return begun is not None
+
+    def _fetch(self, executor: Executor) -> bool:
+        """Fetch the next page that is not there, of what is at hand or else of what comes next."""
+        if self._passage.coming() >= QUEUED:
+            return False
+        first = set(self._works[0].pages) if self._works else set[Page]()
+        for page in (page for work in self._works for page in work.pages):
+            if self._passage.missing(page):
+                return self._passage.fetch(page, first)
+        state = executor.state
+        if not state.training or self._works:
+            return False
+        for page in self._next_pages(executor.program, state):
+            if self._passage.missing(page):
+                return self._passage.has_free_slot() and self._passage.fetch(page, first)
+        return False
+
+    def _next_pages(self, program: Program, state: State) -> Iterator[Page]:
+        for unit in next_updates(program, state):
+            yield from self._passage.pages_of(unit)
+
+    def _update(self) -> bool:
+        if not self._works or self._passage.going() >= QUEUED:
+            return False
+        work = self._works[0]
+        if work.pages and self._passage.missing(work.pages[0]):
+            return False
+        if not work.begun:
+            work.begun = True
+            self._passage.begin(work.waits)
+        event = self._passage.update(work.pages.popleft()) if work.pages else None
+        if not work.pages:
+            self._works.popleft()
+            work.future.set_result(event)
+        return True
 
 
-_pagers: "weakref.WeakSet[Pager]" = weakref.WeakSet()
+def _serve(pager: Callable[[], Pager | None], wake: threading.Event, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    while True:
+        wake.wait()
+        wake.clear()
+        found = pager()
+        if found is None or not found.serve():
+            return
+        del found
+
+
+_pagers: weakref.WeakSet[Pager] = weakref.WeakSet()
 
 
 def _close_all() -> None:
@@ -79,14 +187,6 @@ def _close_all() -> None:
         pager.close()
 
 
-# Before Python ends its pools of threads, which pages are handed to; and a thread that is inside of CUDA when Python is
-# gone would take the process down with it.
+# Before Python ends its pools of threads; and a thread that is inside of CUDA when Python is gone would take the
+# process down with it.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)
-
-
-def _one(executor: Pages | None) -> bool:
-    """Hand one page out, or wait until that is possible; False: there is none."""
-    waits = None if executor is None else executor.ahead()
-    for ticket in waits or ():
-        ticket.finish()
-    return waits is not None

@@ -1,11 +1,12 @@
 """Pages of state: their bytes on the device while they are used, and in their homes."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from overspill.program import Key, Kind, Op
+from overspill.program import Key, Kind
 from overspill.runtime.executor import Executor, Handler
 from overspill.runtime.lanes import Work
 from overspill.runtime.ring import Ring
@@ -31,6 +32,10 @@ def arrays_of(format: StateFormat, page: PageSpec, part: PartSpec, memory: Tenso
     return found
 
 
+class Copies(Protocol):
+    def written(self, page: tuple[int, int], memory: Tensor) -> None: ...
+
+
 class Pages:
     """All pages of one model. `homes[unit][page]` is None where they live on the device."""
 
@@ -49,8 +54,14 @@ class Pages:
                 if homes[u][i] is None and nbytes:
                     self._here[u, i] = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
+        self.elsewhere: Copies | None = None
+        """Who else may have a copy of a page."""
+
     def handlers(self) -> dict[Kind, Handler]:
-        return {Kind.STATE_FETCH: self._fetch, Kind.STATE_STORE: self._store}
+        return {
+            Kind.STATE_FETCH: lambda op: self.fetch_into(op.slot, op.page) or (lambda: self.ring.wait(op.page)),
+            Kind.STATE_STORE: lambda op: self.store_from(op.page) or _nothing,
+        }
 
     def home(self, unit: int, page: int) -> Home | None:
         return self._homes[unit][page]
@@ -59,10 +70,6 @@ class Pages:
         return self.model.units[unit].pages[page]
 
     # --- for the update of a page
-
-    def here(self, unit: int, page: int) -> Tensor | None:
-        """The page's bytes on the device."""
-        return self._here.get((unit, page))
 
     def make(self, unit: int, page: int) -> Tensor:
         """The page's bytes on the device; zeros, if it has none yet."""
@@ -93,47 +100,49 @@ class Pages:
         """Of the page's state, what passes through the ring."""
         return self.spec(unit, page).state_bytes if self.home(unit, page) is not None else 0
 
-    def enter(self, op: Op) -> None:
-        """A page gets the slot that the op names; the page that had it before leaves."""
-        old = self.ring.put(op.slot, (op.unit, op.item))
+    def enter(self, slot: int, page: tuple[int, int]) -> None:
+        """A page gets a slot; the page that had it before leaves."""
+        old = self.ring.put(slot, page)
         if old is not None:
-            self._forget(old)
+            self.forget(old)
 
     def drop(self, unit: int, page: int) -> None:
         self.ring.drop((unit, page))
-        self._forget((unit, page))
+        self.forget((unit, page))
 
-    def _forget(self, page: tuple[int, int]) -> None:
+    def forget(self, page: tuple[int, int]) -> None:
+        """A page that lives elsewhere is not in its slot any more."""
         if self.home(*page) is not None:
             self._here.pop(page, None)
 
-    # --- ops
+    # --- ops, and for who passes pages through the ring by himself (passage.py)
 
-    def _fetch(self, op: Op) -> Work:
-        home, key = self.home(op.unit, op.item), (op.unit, op.item)
-        assert home is not None, "only a page that lives elsewhere is fetched"
-        self.enter(op)
-        self._here.pop(key, None)
-        if key not in self._filled:
+    def fetch_into(self, slot: int, page: tuple[int, int]) -> Work | None:
+        """A page gets a slot; what fetches its state into it, if it has one elsewhere."""
+        home = self.home(*page)
+        self.enter(slot, page)
+        if home is None:
+            return None
+        self._here.pop(page, None)
+        if page not in self._filled:
             # Nothing to fetch yet; the page is made when the optimizer has made its states.
-            return lambda: self.ring.wait(key)
-        page = self.ring.memory(key)[: op.nbytes]
-        self._here[key] = page
+            return None
+        memory = self.ring.memory(page)[: self.spec(*page).state_bytes]
+        self._here[page] = memory
 
         def fetch() -> None:
-            self.ring.wait(key)
-            home[0].load(home[1], page)
+            self.ring.wait(page)
+            home[0].load(home[1], memory)
 
         return fetch
 
-    def _store(self, op: Op) -> Work:
-        home, page = self.home(op.unit, op.item), self._here.get((op.unit, op.item))
-        assert home is not None, "only a page that lives elsewhere is stored"
-        if page is None:
-            # No parameter of the page has ever had a gradient.
-            return _nothing
-        self._filled.add((op.unit, op.item))
-        return lambda: home[0].store(home[1], page)
+    def store_from(self, page: tuple[int, int]) -> Work | None:
+        """What brings a page home; None: it lives here, or no parameter of it has ever had a gradient."""
+        home, memory = self.home(*page), self._here.get(page)
+        if home is None or memory is None:
+            return None
+        self._filled.add(page)
+        return lambda: home[0].store(home[1], memory)
 
     # --- from outside, while no update of the unit is pending
 
@@ -159,11 +168,8 @@ class Pages:
         self._executor.finish_latest(Key(Kind.STATE_STORE, unit, page))
         self._filled.add((unit, page))
         home[0].store(home[1], memory)
-        fetched = self._here.get((unit, page))
-        if fetched is not None:
-            # It was fetched ahead for the next update.
-            self._executor.finish_latest(Key(Kind.STATE_FETCH, unit, page))
-            fetched[: memory.numel()].copy_(memory)
+        if self.elsewhere is not None:
+            self.elsewhere.written((unit, page), memory)
         if memory.is_cuda:
             torch.cuda.current_stream(memory.device).synchronize()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +25,7 @@ from overspill.runtime.masters import Masters
 from overspill.runtime.own_update import OwnUpdate
 from overspill.runtime.pager import Pager
 from overspill.runtime.pages import Home, Pages
+from overspill.runtime.passage import Passage
 from overspill.runtime.ranks import Ranks
 from overspill.runtime.reduction import Reduction
 from overspill.runtime.ring import Ring
@@ -154,6 +155,7 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
     """Adopt the model's weights unit by unit and wire up the ops."""
     recorder, model, placements = Recorder(), program.model, program.placements
     comm = materials.comm
+    program = replace(program, piped=_is_piped(program, materials.device))
     ranks = Ranks(comm, [unit.name for unit in model.units]) if comm is not None else None
     executor = Executor(program, Lanes(materials.device, recorder), ranks)
     # Weights first: what is in host memory already moves into the first slots of the arena.
@@ -188,9 +190,16 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
     if reduction is not None and ranks is not None:
         executor.handle(reduction.handlers())
         ranks.width, ranks.widen = reduction.width, reduction.widen
-    if materials.device.type in PAGED and program.update_lane == Lane.UPDATE and not program.shares_room:
-        executor.pager = Pager(executor, materials.device)
+    if program.piped:
+        executor.pager = Pager(executor, Passage(executor, pages, updates, program.limits.depth), materials.device)
     return Made(units, executor, weights, grads, pages, masters, update, updates, recorder, ranks, collector)
+
+
+def _is_piped(program: Program, device: torch.device) -> bool:
+    """Whether pages pass through the ring by a thread of their own: by our kernels, and not from a disk, where each is
+    waited for."""
+    from_disk = any("nvme" in (p.state, p.grad) for p in program.placements)
+    return device.type in PAGED and program.update_lane == Lane.UPDATE and not program.shares_room and not from_disk
 
 
 def _weight_home(tiers: Mapping[TierName, Tier], name: TierName, unit: UnitSpec) -> Home | None:

@@ -80,7 +80,7 @@ class Residency:
         if self.full:
             return frozenset(range(len(self._units)))
         if self._visited:
-            with self._executor.lock:
+            with self._executor.views:
                 self._visited = {u for u in self._visited if self._units[u].viewed}
         running = self._behind if torch._C._current_graph_task_id() != -1 else ()
         return frozenset(self._visited.union(running, (u for u, depth in enumerate(self._depth) if depth)))

@@ -171,11 +171,13 @@ class Updates:
         ]
 
     def _fetch(self, op: Op) -> Work:
-        """Bring the page's gradients to the device; those that are there already are copied."""
-        key = (op.unit, op.item)
+        self._pages.enter(op.slot, (op.unit, op.item))
+        return self.fetch_gradients((op.unit, op.item))
+
+    def fetch_gradients(self, key: tuple[int, int]) -> Work:
+        """Bring a page's gradients into its slot; those that are on the device already are copied."""
         staged: dict[tuple[int, int], Tensor] = {}
         loads: list[Work] = []
-        self._pages.enter(op)
         slot, at = self._pages.ring.memory(key), self._pages.passing_bytes(*key)
 
         def load() -> None:
@@ -212,12 +214,16 @@ class Updates:
         def run() -> None:
             pages = range(len(self._pages.model.units[op.unit].pages)) if op.item < 0 else (op.item,)
             for page in pages:
-                shares = self._shares(op.unit, page)
-                if shares:
-                    self._update.run(op.unit, page, shares)
-                self._staged.pop((op.unit, page), None)
+                self.run_page(op.unit, page)
 
         return run
+
+    def run_page(self, unit: int, page: int) -> None:
+        """Update a page; everything is on the device."""
+        shares = self._shares(unit, page)
+        if shares:
+            self._update.run(unit, page, shares)
+        self._staged.pop((unit, page), None)
 
     def _let_go(self, op: Op) -> Work:
         """The compute lane is behind the update, so the gradients' memory may be used for something else."""

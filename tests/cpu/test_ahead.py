@@ -98,17 +98,17 @@ def test_delays_change_no_bit(kind: Kind, update: str, monkeypatch: pytest.Monke
 def test_nothing_is_left_of_the_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(parts, "PAGED", {"cpu"})
     model, optimizer = prepare("states", tmp_path)
-    pager = overspill.api._engine(model).executor.pager
-    assert pager is not None and pager._thread.is_alive()
+    thread = overspill.api._engine(model).executor.pager._thread
+    assert thread.is_alive()
     loop(model, optimizer)
     del model, optimizer
     for _ in range(100):
         # While it hands a page out it refers to the model.
         gc.collect()
-        pager._thread.join(0.1)
-        if not pager._thread.is_alive():
+        thread.join(0.1)
+        if not thread.is_alive():
             break
-    assert not pager._thread.is_alive()
+    assert not thread.is_alive()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -105,16 +105,17 @@ class Machine:
         elif op.kind in (Kind.STATE_FETCH, Kind.PAGE_GRADS):
             assert not (self.grads and self.program.shares_room), "pages and gradients pass together"
             if self.pages.get(op.slot, (unit, op.item)) != (unit, op.item):
-                keys = {Key(kind, *self.pages[op.slot]) for kind in (Kind.UPDATE, Kind.STATE_STORE, Kind.STATE_FETCH)}
+                keys = {Key(kind, *self.pages[op.slot]) for kind in (Kind.UPDATE, Kind.STATE_STORE)}
                 assert keys <= set(op.done), "a slot is taken before it is free"
             self.pages[op.slot] = (unit, op.item)
         elif op.kind == Kind.UPDATE:
             assert home.weight == "device" or unit in self.here
             passes = home.state != "device" or home.grad != "device"
+            assert passes or op.lane == self.program.update_lane
             assert passes == (op.item >= 0), "pages that pass are updated one by one, others together"
             assert not passes or (unit, op.item) in self.pages.values(), "a page is updated that is not there"
         elif op.kind == Kind.PAGE_DROP:
-            assert self.pages.pop(op.slot) == (unit, op.item)
+            assert self.pages.pop(0) == (unit, op.item)
         elif op.kind == Kind.GRAD_STORE:
             assert not (self.pages and self.program.shares_room), "pages and gradients pass together"
             self.grads.add((unit, op.item))
