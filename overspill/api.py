@@ -15,7 +15,7 @@ from overspill.config import NvmeOption, Size, options
 from overspill.errors import OptionError, OverspillError, StateError
 from overspill.plan.plan import Plan
 from overspill.planning import Ground, make_plan
-from overspill.replanning import InForce, watch
+from overspill.replanning import CurrentPlan, watch
 from overspill.runtime.building import building
 from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine
@@ -94,7 +94,7 @@ def prepare(
         if comm is not None:
             comm.close()
         raise
-    held = InForce(made)
+    held = CurrentPlan(made)
     watch(engine, held, (chosen, ground))
     try:
         prepared = SpilledOptimizer(optimizer, engine, lambda: _report(engine, held.plan))

@@ -17,14 +17,14 @@ MARGIN_SHARE = 0.02
 and torch's allocator cannot use every hole."""
 
 
-class InForce:
+class CurrentPlan:
     """The plan that holds now."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
 
-def watch(engine: Engine, held: InForce, how: tuple[Options, Ground]) -> None:
+def watch(engine: Engine, held: CurrentPlan, how: tuple[Options, Ground]) -> None:
     """Plan anew when the engine has measured, if the plan was ours to make and something is not on the device."""
     chosen, ground = how
     if chosen.place is not None or ground.comm is not None or not engine.measures.sees_activations:
