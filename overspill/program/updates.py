@@ -41,14 +41,14 @@ def ahead(program: Program, state: State, event: Ahead, ops: list[Op]) -> State:
 
 
 def next_updates(program: Program, state: State) -> Iterator[int]:
-    """Units in the order in which updates will be due next: as they are needed, if all are due with the step; else the
+    """Units in the order in which updates will begin next: as they are needed, if all are due with the step; else the
     other way round, as gradients are complete."""
     order = list(dict.fromkeys(state.expected.get("train", ())))
     if program.eager:
         order.reverse()
         after = order.index(state.latest) + 1 if state.latest in order else 0
         order = order[after:] + order[:after]
-    return (unit for unit in order if unit not in state.pending)
+    return (unit for unit in order if unit not in state.begun)
 
 
 def _deadlines(state: State) -> Iterator[int]:

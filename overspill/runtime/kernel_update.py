@@ -97,7 +97,9 @@ class KernelUpdate:
         return arrays_of(self._pages.model.format, self._pages.spec(unit, page), part, memory)
 
     def _cached(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> list[Tensor]:
-        """As `_arrays`, of memory on the device: resident pages and slots are the same again and again."""
+        """As `_arrays`, of memory on the device: pages that live there are the same again and again."""
+        if self._pages.home(unit, page) is not None:
+            return self._arrays(unit, page, part, memory)
         key = (unit, page, part.param, part.begin, memory.data_ptr())
         if key not in self._views:
             self._views[key] = self._arrays(unit, page, part, memory)

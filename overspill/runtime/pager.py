@@ -15,7 +15,7 @@ import atexit
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -50,6 +50,8 @@ class UnitWork:
     future: Future[torch.cuda.Event | None]
     """Of the last page's update, when it is handed out."""
     pages: deque[Page] = field(default_factory=deque)
+    unfetched: deque[Page] = field(default_factory=deque)
+    """Those of them that may not be there yet."""
     begun: bool = False
 
 
@@ -62,6 +64,8 @@ class Pager:
         self._device = device
         self.moved: Counter[Lane] = passage.moved
         self._works: deque[UnitWork] = deque()
+        self._later: deque[Page] | None = None
+        """What may be fetched while nothing is at hand."""
         self._wake, self._idle = threading.Event(), threading.Event()
         self._closed = False
         weakref.finalize(self, self._wake.set)
@@ -75,11 +79,13 @@ class Pager:
     def submit(self, op: Op, waits: Sequence[Ticket]) -> Ticket:
         """Update a unit, after those that were submitted before; the ticket is ready when its last page is handed
         out."""
-        work = UnitWork(op, waits, Future())
-        work.pages.extend(self._passage.pages_of(op.unit))
+        pages = self._passage.pages_of(op.unit)
+        work = UnitWork(op, waits, Future(), deque(pages), deque(pages))
         self._idle.clear()
         self._works.append(work)
         self._wake.set()
+        if self._closed:
+            self._fail(RuntimeError("pages are not handed out any more"))
         return Ticket(work.future, self._device)
 
     def wake(self) -> None:
@@ -135,31 +141,38 @@ class Pager:
         """Fetch the next page that is not there, of what is at hand or else of what comes next."""
         if self._passage.coming() >= QUEUED:
             return False
-        first = set(self._works[0].pages) if self._works else set[Page]()
-        for page in (page for work in self._works for page in work.pages):
-            if self._passage.missing(page):
-                return self._passage.fetch(page, first)
-        state = executor.state
-        if not state.training or self._works:
+        for work in self._works:
+            page = self._first_missing(work.unfetched)
+            if page is not None:
+                self._later = None
+                return self._passage.fetch(page, set(self._works[0].pages))
+        if self._works or not executor.state.training or not self._passage.has_free_slot():
             return False
-        for page in self._next_pages(executor.program, state):
-            if self._passage.missing(page):
-                return self._passage.has_free_slot() and self._passage.fetch(page, first)
-        return False
+        if self._later is None:
+            units = next_updates(executor.program, executor.state)
+            self._later = deque(page for unit in units for page in self._passage.pages_of(unit))
+        page = self._first_missing(self._later)
+        return page is not None and self._passage.fetch(page, set())
 
-    def _next_pages(self, program: Program, state: State) -> Iterator[Page]:
-        for unit in next_updates(program, state):
-            yield from self._passage.pages_of(unit)
+    def _first_missing(self, pages: deque[Page]) -> Page | None:
+        while pages and not self._passage.missing(pages[0]):
+            pages.popleft()
+        return pages[0] if pages else None
 
     def _update(self) -> bool:
+        """Update the next page of what is at hand, if it is there."""
         if not self._works or self._passage.going() >= QUEUED:
             return False
         work = self._works[0]
         if work.pages and self._passage.missing(work.pages[0]):
+            if not work.unfetched:
+                # Its slot was given up for another one's.
+                work.unfetched.extend(work.pages)
+                return True
             return False
         if not work.begun:
-            work.begun = True
-            self._passage.begin(work.waits)
+            work.begun, self._later = True, None
+            self._passage.begin(work.op.unit, work.waits)
         event = self._passage.update(work.pages.popleft()) if work.pages else None
         if not work.pages:
             self._works.popleft()

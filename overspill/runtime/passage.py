@@ -116,9 +116,10 @@ class Passage:
             self._there[page] = (slot, event)
         return True
 
-    def begin(self, waits: Sequence[Ticket]) -> None:
-        """The pages that follow belong to an update that comes behind these."""
-        streams = [self._lanes.stream(lane) for lane in (Lane.UP, Lane.UPDATE)] if self._cuda else []
+    def begin(self, unit: int, waits: Sequence[Ticket]) -> None:
+        """The pages that follow belong to an update that comes behind these; what fetches their gradients too."""
+        up = [Lane.UP] if self._executor.program.placements[unit].grad != "device" else []
+        streams = [self._lanes.stream(lane) for lane in (*up, Lane.UPDATE)] if self._cuda else []
         for ticket in waits:
             for stream in streams:
                 ticket.wait(stream)
