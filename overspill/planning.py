@@ -213,7 +213,8 @@ def _plan_at(
 def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int], forms: Forms) -> Request:
     ground, budget, page = where
     dtypes, place = _dtypes(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
-    return Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, place, ground.device.type == "cpu")
+    cpu = ground.device.type == "cpu"
+    return Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, place, copied_norms=cpu, paged=not cpu)
 
 
 def improved(made: Plan, laid_out: Layout, how: tuple[Options, Ground, Forms], activations: int) -> Plan | None:

@@ -75,6 +75,8 @@ class Request:
     """Homes that are forced instead of solved for, by role."""
     copied_norms: bool = False
     """Whether the norm of a 16-bit gradient takes an fp32 copy of it, as torch does without a GPU."""
+    paged: bool = False
+    """Whether pages are fetched ahead of the step, as they are on a GPU."""
     activations: int | None = None
     """What they were seen to take, with a margin; None: not known yet."""
 
@@ -258,7 +260,8 @@ def _finish(request: Request, placements: tuple[Placement, ...]) -> Plan:
     if ahead + _largest(model) > budget.device:
         return finish(request, placements, _least(request, placements))
     # Where homes are ours to choose, what is spare is for states, when activations are known.
-    limits = _longer_ring(request, placements, ahead) if request.place else _ahead(request, placements)
+    longer = request.place and request.paged and model.format.fields is not None
+    limits = _longer_ring(request, placements, ahead) if longer else _ahead(request, placements)
     return finish(request, placements, limits)
 
 
