@@ -12,7 +12,7 @@ from overspill.specs import ROLES, MiB, human
 log = logging.getLogger("overspill")
 
 MARGIN = 256 * MiB
-MARGIN_SHARE = 0.02
+MARGIN_SHARE = 0.04
 """Of the device budget: what is kept free beside what activations were seen to take, because steps are not all alike
 and torch's allocator cannot use every hole."""
 

@@ -195,9 +195,10 @@ class Residency:
 
 
 def _current(executor: Executor, units: tuple[int, ...]) -> bool:
-    """Whether nothing is to be done before they are used, as most of the time where weights live on the device."""
-    state, away = executor.state, executor.program.away
-    return all(u not in state.pending and u in state.gathered and not away(u) for u in units)
+    """Whether nothing is to be done or waited for before they are used, as most of the time where weights live on the
+    device. Where they are gathered from other ranks, that may have been begun ahead and be on its way."""
+    state, program = executor.state, executor.program
+    return not program.gathers and all(u not in state.pending and not program.away(u) for u in units)
 
 
 def _set_class(unit: Unit, cls: type[Prepared]) -> None:
