@@ -18,6 +18,7 @@ from overspill.runtime.generation import as_flat
 from overspill.runtime.masters import Masters
 from overspill.runtime.pages import Pages, arrays_of
 from overspill.runtime.ranks import Meeting
+from overspill.runtime.ring import Views
 from overspill.runtime.updates import AsKept, Share
 from overspill.specs import KERNEL_PIECE, PartSpec
 from overspill.units.unit import Unit
@@ -58,7 +59,8 @@ class KernelUpdate:
         self._pages = pages
         self._masters = masters
         self._steps: Counter[tuple[int, int]] = Counter()
-        self._views: dict[tuple[int, ...], list[Tensor]] = {}
+        self._views: dict[tuple[int, int], Views] = {}
+        """Of pages that live on the device."""
         self._aside: dict[tuple[int, int], Mapping[str, Any]] = {}
         """States of parameters that were trained before and are frozen now."""
 
@@ -98,10 +100,12 @@ class KernelUpdate:
 
     def _cached(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> list[Tensor]:
         """As `_arrays`, of memory on the device: resident pages and slots are the same again and again."""
-        key = (unit, page, part.param, part.begin, memory.data_ptr())
-        if key not in self._views:
-            self._views[key] = self._arrays(unit, page, part, memory)
-        return self._views[key]
+        resident = self._pages.home(unit, page) is None
+        key = (self._pages.spec(unit, page).elements, part.element, part.numel)
+        views = self._views.setdefault((unit, page), {}) if resident else self._pages.ring.views((unit, page))
+        if key not in views:
+            views[key] = self._arrays(unit, page, part, memory)
+        return views[key]
 
     # --- from outside, while nothing is in flight
 

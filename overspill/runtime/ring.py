@@ -7,6 +7,8 @@ from overspill.specs import ModelSpec, Placement, ring_slot_bytes
 
 Page = tuple[int, int]
 """(unit, page)"""
+Views = dict[tuple[int, ...], list[Tensor]]
+"""Views of some memory that are wanted again and again, by what they show."""
 
 
 class Ring:
@@ -19,6 +21,7 @@ class Ring:
         self._nbytes = ring_slot_bytes(model, placements)
         self._device = device
         self._slots: dict[int, Tensor] = {}
+        self._views: dict[int, Views] = {}
         self._pages: dict[Page, int] = {}
         self._fresh: dict[int, torch.cuda.Event] = {}
         """Until it is used: when the memory of a slot was taken from those who had it before."""
@@ -30,7 +33,7 @@ class Ring:
             del self._pages[old]
         self._pages[page] = slot
         if slot not in self._slots or self._slots[slot].numel() < self._nbytes:
-            self._slots[slot] = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+            self._slots[slot], self._views[slot] = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device), {}
             if self._device.type == "cuda":
                 self._fresh[slot] = torch.cuda.current_stream(self._device).record_event()
         return old
@@ -41,6 +44,10 @@ class Ring:
 
     def memory(self, page: Page) -> Tensor:
         return self._slots[self._pages[page]]
+
+    def views(self, page: Page) -> Views:
+        """Of its slot's memory. They would keep it, so they go when it is given up."""
+        return self._views[self._pages[page]]
 
     def __contains__(self, page: object) -> bool:
         return page in self._pages
@@ -56,4 +63,5 @@ class Ring:
         slot = self._pages.pop(page, None)
         if slot is not None:
             self._slots.pop(slot, None)
+            self._views.pop(slot, None)
             self._fresh.pop(slot, None)
