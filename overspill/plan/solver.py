@@ -25,8 +25,10 @@ from overspill.specs import (
     Limits,
     MiB,
     ModelSpec,
+    ParamSpec,
     Placement,
     Role,
+    Stripe,
     TierName,
     UnitSpec,
     align,
@@ -42,8 +44,6 @@ BESIDE_MASTERS = 2
 """More of them where the parameters are roundings of masters: those, and the widened gradients."""
 KERNEL_WORKSPACE = 10
 """fp32 arrays of a piece's length that our own update holds: master, gradient, and what is in between."""
-COPIES = 4
-"""Of a stripe, that a reduction holds for a moment."""
 NVME_BLOCK = 4096
 STAGING = (128 * KiB, 8 * MiB)
 PAGE = (64 * KiB, 64 * MiB)
@@ -185,7 +185,7 @@ def _device_lines(request: Request, placements: tuple[Placement, ...], limits: L
     model = request.model
     simulated = _simulated(request, placements, limits)
     params = [p for u in model.units for p in u.params if p.trainable]
-    gradients = max(simulated.gradients, max((p.grad_bytes for p in params), default=0))
+    gradients = max(simulated.gradients, max(map(_arriving, params), default=0))
     if request.copied_norms and model.format.master is not None:
         gradients += max((p.numel * torch.float32.itemsize for p in params), default=0)
     lines = [Line("device", role, _on(model, placements, role, "device")) for role in ROLES]
@@ -201,15 +201,27 @@ def _device_lines(request: Request, placements: tuple[Placement, ...], limits: L
     return lines
 
 
+def _arriving(p: ParamSpec) -> int:
+    """A gradient as autograd makes it, or its sum with others: whole, whatever this rank will keep of it."""
+    return max(p.grad_bytes, p.nbytes, p.grad_item * p.numel)
+
+
 def _collectives(model: ModelSpec) -> int:
-    """Gradients of the unit that is being reduced and of those that wait for their others, and what the reduction of a
-    stripe takes: the stripe, what the other ranks send, and fp32 sums."""
+    """Gradients of the unit that is being reduced and of those that wait for their others, and what collectives take
+    for a stripe."""
     if not model.sharding.shared:
         return 0
-    waiting = [sum(max(p.nbytes, p.grad_item * p.numel) for p in u.params if p.trainable) for u in model.units]
-    wider = 2 if model.format.master is not None else 1
-    stripes = (wider * (stripe.end - stripe.begin) for u in model.units for stripe in u.stripes)
-    return (1 + WAITING) * max(waiting, default=0) + COPIES * max(stripes, default=0)
+    waiting = [sum(_arriving(p) for p in u.params if p.trainable) for u in model.units]
+    stripes = (_striped(model, stripe) for u in model.units for stripe in u.stripes)
+    return (1 + WAITING) * max(waiting, default=0) + max(stripes, default=0)
+
+
+def _striped(model: ModelSpec, stripe: Stripe) -> int:
+    """The stripe as one array; beside it what all ranks send of this rank's piece, their sum, and that rounded; or what
+    is gathered, twice over gloo. Sums may be fp32 where gradients are narrow."""
+    wider, (begin, end) = 2 if model.format.master is not None else 1, stripe.piece(model.sharding.rank)
+    whole, piece = wider * (stripe.end - stripe.begin), wider * (end - begin)
+    return max(whole + (model.sharding.size + 2) * piece, 3 * whole + piece)
 
 
 def _workspace(model: ModelSpec) -> int:

@@ -35,6 +35,8 @@ class Gradients:
         self.reduced = Reduced(self, reduction, executor) if reduction is not None else None
         """Over ranks."""
         self.passing = Passing(bytes, executor.lanes.device)
+        if reduction is not None:
+            self.passing.reduced = reduction.let_go
         self._lent: weakref.WeakSet[Generation] = weakref.WeakSet()
         self.factor: Tensor | None = None
         """What undoes the scale of the gradients that autograd makes now; None where they are not scaled."""

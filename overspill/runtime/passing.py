@@ -26,6 +26,8 @@ class Passing:
         self._coming: dict[tuple[int, int], Callable[[Tensor], object]] = {}
         self.leaving: dict[tuple[int, int], Generation] = {}
         """Gradients that were sent home and are still on the device."""
+        self.reduced: Callable[[int], None] = lambda unit: None
+        """Told when what the compute lane does next comes after the reduction of a unit."""
 
     def handlers(self) -> dict[Kind, Handler]:
         return {
@@ -59,6 +61,7 @@ class Passing:
             del self._arriving[key]
 
         def add() -> None:
+            self.reduced(op.unit)
             generation.add(contribution)
             self._bytes.make_room(generation)
 
@@ -68,6 +71,7 @@ class Passing:
         generation = self._arriving[op.unit, op.item]
 
         def norm() -> None:
+            self.reduced(op.unit)
             assert generation.value is not None, "a gradient is normed while it is on the device"
             generation.raw_norm = generation.norms[2.0] = generation.norm(generation.value)
 

@@ -45,7 +45,7 @@ class Reduction:
         self._local: dict[int, dict[int, Tensor]] = {}
         self._factors: dict[tuple[int, int], Tensor | None] = {}
         self._wide: set[int] = set()
-        self._sending: list[tuple[int, list[Tensor]]] = []
+        self._sending: dict[int, list[Tensor]] = {}
         """What a lane may still be reading or writing."""
         self.arrived: Arrived = lambda unit, sums: None
 
@@ -79,16 +79,21 @@ class Reduction:
         if width == 0:
             self._wide.add(unit)
 
+    def let_go(self, unit: int) -> None:
+        """What the compute lane does next comes after the reduction of a unit."""
+        self._sending.pop(unit, None)
+
     def _reduce(self, op: Op) -> Work:
         spec, local = self._specs[op.unit], self._local.pop(op.unit, {})
         widely = op.unit in self._wide or not all(v.dtype == spec.params[i].dtype for i, v in local.items())
         self._wide.discard(op.unit)
         if widely:
             local = {i: wide(v, spec.params[i], self._factors[op.unit, i]) for i, v in local.items()}
-        for unit, _ in self._sending:
+        for unit in self._sending:
             self._executor.wait(Key(Kind.REDUCE, unit))
+        self._sending.clear()  # before the next one takes more
         sums = {i: self._room(p, widely) for i, p in enumerate(spec.params) if p.trainable}
-        self._sending = [(op.unit, [*local.values(), *sums.values()])]
+        self._sending[op.unit] = [*local.values(), *sums.values()]
         self.arrived(op.unit, sums)
 
         def run() -> None:

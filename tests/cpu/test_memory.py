@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import overspill
+from overspill.runtime.pages import Pages
 from overspill.specs import MiB
+from tests import small
+from tests.places import PLACES, smallest_budget
 
 NOISE = 16 * MiB
 """What torch's libraries and Python take for themselves while training, seen from outside."""
@@ -93,3 +98,28 @@ def test_stock_models_are_within_the_plan(name: str, tmp_path: Path) -> None:
     for tier, budget in zip(("device", "host", "nvme"), found["budget"], strict=True):
         assert planned[tier] <= budget, (tier, found)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_keeps_the_memory_of_a_slot_that_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages come back to other memory after it: what keeps the old one takes a slot more in every step."""
+    model = small.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    keywords = {"precision": "bf16", "place": PLACES["host"], "host": "64MiB"}
+    gpu = smallest_budget(model, optimizer, {**keywords, "gpu": 1})
+    model, prepared = overspill.prepare(model, optimizer, gpu=gpu, **keywords)
+    users: list[int] = []
+    drop = Pages.drop
+
+    def watched(self: Pages, unit: int, page: int) -> None:
+        memory = self.ring.memory((unit, page)).untyped_storage()
+        drop(self, unit, page)
+        users.append(torch._C._storage_Use_Count(memory._cdata))
+
+    monkeypatch.setattr(Pages, "drop", watched)
+    batches = small.batches(7)
+    for _ in range(3):
+        small.loss_of(model, next(batches)).backward()
+        prepared.step()
+        prepared.zero_grad()
+    overspill.close(model)
+    assert users and set(users) == {1}, users
