@@ -19,6 +19,7 @@ from overspill.kernels.masters import KEPT
 from overspill.kernels.reference import Rule, rule_of
 from overspill.plan.plan import Plan
 from overspill.plan.solver import Request, finish, improve, page_sizes, solve
+from overspill.runtime import parts
 from overspill.specs import ROLES, Budget, Limits, ModelSpec, Placement, Sharding, StateFormat, human
 from overspill.tiers import (
     device_available,
@@ -214,7 +215,9 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
     ground, budget, page = where
     dtypes, place = _dtypes(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
     cpu = ground.device.type == "cpu"
-    return Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, place, copied_norms=cpu, paged=not cpu)
+    return Request(
+        laid_out.spec, budget, dtypes, page, chosen.micro_batches, place, copied_norms=cpu, paged=_paged(ground)
+    )
 
 
 def improved(made: Plan, laid_out: Layout, how: tuple[Options, Ground, Forms], activations: int) -> Plan | None:
@@ -222,6 +225,10 @@ def improved(made: Plan, laid_out: Layout, how: tuple[Options, Ground, Forms], a
     chosen, ground, forms = how
     request = _request(laid_out, chosen, (ground, made.budget, made.page_bytes), forms)
     return improve(dataclasses.replace(request, activations=activations), made)
+
+
+def _paged(ground: Ground) -> bool:
+    return ground.device.type in parts.PAGED
 
 
 def _alike(one: ModelSpec, other: ModelSpec) -> bool:

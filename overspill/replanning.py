@@ -73,5 +73,8 @@ def move_in(engine: Engine, plan: Plan) -> None:
         with executor.lock:
             executor.program = dataclasses.replace(executor.program, placements=placements)
             stay = {unit} if now.weight == "device" else set()
-            executor.state = executor.state.but(here=tuple(u for u in executor.state.here if u not in stay))
+            here = tuple(u for u in executor.state.here if u not in stay)
+            # What lives here is never written home again, whoever holds views of it.
+            kept = {"changed": executor.state.changed - stay, "pinned": executor.state.pinned - stay}
+            executor.state = executor.state.but(here=here, **kept)
     engine.parts.planned.owned, engine.parts.planned.peak = _owned(plan), plan.peak("device")

@@ -45,8 +45,9 @@ log = logging.getLogger("overspill")
 
 Tiers = dict[TierName, Tier]
 
-PAGED = {"cuda"}
-"""Kinds of devices on which updates run ahead of their use. Without a GPU they would take cores from the model."""
+PAGED: set[str] = set()
+"""Kinds of devices on which updates run ahead of their use. None as yet: on a GPU the pager is still to be measured,
+and it gets stuck where only some states live elsewhere. Without a GPU it would take cores from the model."""
 
 
 @dataclass(frozen=True, slots=True)

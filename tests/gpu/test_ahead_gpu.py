@@ -9,9 +9,16 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.program import Kind
+from overspill.runtime import parts
 from tests.reference import differing, weights
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def paged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PAGED", {"cuda"})
+
 
 WIDTH, LAYERS, STEPS = 384, 10, 12
 HOMES = {
