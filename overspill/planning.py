@@ -214,10 +214,8 @@ def _plan_at(
 def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int], forms: Forms) -> Request:
     ground, budget, page = where
     dtypes, place = _dtypes(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
-    cpu = ground.device.type == "cpu"
-    return Request(
-        laid_out.spec, budget, dtypes, page, chosen.micro_batches, place, copied_norms=cpu, paged=_paged(ground)
-    )
+    cpu, paged = ground.device.type == "cpu", ground.device.type in parts.PAGED
+    return Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, place, copied_norms=cpu, paged=paged)
 
 
 def improved(made: Plan, laid_out: Layout, how: tuple[Options, Ground, Forms], activations: int) -> Plan | None:
@@ -225,10 +223,6 @@ def improved(made: Plan, laid_out: Layout, how: tuple[Options, Ground, Forms], a
     chosen, ground, forms = how
     request = _request(laid_out, chosen, (ground, made.budget, made.page_bytes), forms)
     return improve(dataclasses.replace(request, activations=activations), made)
-
-
-def _paged(ground: Ground) -> bool:
-    return ground.device.type in parts.PAGED
 
 
 def _alike(one: ModelSpec, other: ModelSpec) -> bool:
