@@ -23,9 +23,7 @@ from overspill.runtime.kernel_update import KernelUpdate
 from overspill.runtime.lanes import Lanes
 from overspill.runtime.masters import Masters
 from overspill.runtime.own_update import OwnUpdate
-from overspill.runtime.pager import Pager
 from overspill.runtime.pages import Home, Pages
-from overspill.runtime.passage import Passage
 from overspill.runtime.ranks import Ranks
 from overspill.runtime.reduction import Reduction
 from overspill.runtime.ring import Ring
@@ -192,6 +190,10 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
         executor.handle(reduction.handlers())
         ranks.width, ranks.widen = reduction.width, reduction.widen
     if program.piped:
+        # Only where they are used: importing this package shall cost little.
+        from overspill.runtime.pager import Pager
+        from overspill.runtime.passage import Passage
+
         executor.pager = Pager(executor, Passage(executor, pages, updates, program.limits.depth), materials.device)
     return Made(units, executor, weights, grads, pages, masters, update, updates, recorder, ranks, collector)
 
