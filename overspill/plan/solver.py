@@ -46,10 +46,10 @@ KERNEL_WORKSPACE = 10
 """fp32 arrays of a piece's length that our own update holds: master, gradient, and what is in between."""
 NVME_BLOCK = 4096
 STAGING = (128 * KiB, 8 * MiB)
-PAGE = (64 * KiB, 64 * MiB)
-DEPTHS = (4, 3, 2)
-"""Slots of the ring: one that comes, one that is updated, one that goes, and one for whoever hands the next one out too
-late."""
+PAGE = (64 * KiB, 128 * MiB)
+DEPTHS = (6, 4, 3, 2)
+"""Slots of the ring: one that comes, one that is updated, one that goes, and more for whoever hands the next one out
+too late."""
 LEAN = Placement("host", "host", "host")
 
 

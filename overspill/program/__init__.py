@@ -34,9 +34,8 @@ and steps. gradients.py: their way home. May import: layer 0 only.
 
 from overspill.program.gradients import WAITING
 from overspill.program.react import react, start
-from overspill.program.updates import next_updates
+from overspill.program.updates import deadline, next_updates
 from overspill.program.words import (
-    Ahead,
     Begin,
     Due,
     Event,
@@ -57,7 +56,6 @@ from overspill.program.words import (
 
 __all__ = [
     "WAITING",
-    "Ahead",
     "Begin",
     "Due",
     "Event",
@@ -74,6 +72,7 @@ __all__ = [
     "Settle",
     "State",
     "Step",
+    "deadline",
     "next_updates",
     "react",
     "start",

@@ -5,7 +5,6 @@ from overspill.program.passing import drop_grad, give_room
 from overspill.program.updates import ahead, due, update
 from overspill.program.weights import advance, bring, gather, learn, make_room, mark, write_home
 from overspill.program.words import (
-    Ahead,
     Begin,
     Due,
     Event,
@@ -48,9 +47,7 @@ def react(program: Program, state: State, event: Event) -> tuple[State, list[Op]
         case Step():
             state = _step(program, state, event, ops)
         case Due():
-            state = due(state, event.units, ops)
-        case Ahead():
-            state = ahead(program, state, event, ops)
+            state = due(program, state, event.units, ops)
         case Settle():
             state = _settle(program, state, event, ops)
         case Join():
@@ -97,6 +94,7 @@ def _prefetch(program: Program, state: State, keep: frozenset[int], ops: list[Op
             if kept + program.model.units[unit].weight_bytes > program.limits.window:
                 break
             state = bring(program, state, unit, sooner, ops)
+        state = ahead(program, state, unit, ops)
         if program.gathers and (position == 0 or unit not in state.pending):
             state = _renew(program, state, unit, ops)
     return state
@@ -119,7 +117,7 @@ def _step(program: Program, state: State, event: Step, ops: list[Op]) -> State:
     while state.leaving:
         state = drop_grad(program, state, ops)
     state = learn(state, "train").but(pinned=state.pinned & event.held)
-    state = due(state, event.due, ops)
+    state = due(program, state, event.due, ops)
     return make_room(program, state, 0, event.held, ops)
 
 

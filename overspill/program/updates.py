@@ -3,14 +3,24 @@
 from collections.abc import Iterator
 
 from overspill.program.passing import drop_grad, lanes
-from overspill.program.words import Ahead, Key, Kind, Lane, Op, Program, State
+from overspill.program.words import Key, Kind, Lane, Op, Program, State
 
 
-def due(state: State, units: frozenset[int], ops: list[Op]) -> State:
-    """Updates of these units are due: with the gradients, weights and factors of this moment."""
+def due(program: Program, state: State, units: frozenset[int], ops: list[Op]) -> State:
+    """Updates of these units are due: with the gradients, weights and factors of this moment. See Note [Earliest
+    deadline first]."""
     ops += [Op(Kind.DUE, Lane.COMPUTE, unit) for unit in sorted(units)]
-    latest = min(units, default=state.latest)
-    return state.but(pending=state.pending | units, due=(*state.due, *sorted(units)), latest=latest)
+    state = state.but(pending=state.pending | units)
+    for unit in sorted(units):
+        state = ahead(program, state, unit, ops)
+    return state
+
+
+def ahead(program: Program, state: State, unit: int, ops: list[Op]) -> State:
+    """Hand a pending update out ahead of its use, where somebody takes it and the weights are here."""
+    here = not program.away(unit) or unit in state.here
+    wanted = program.piped and program.passes(unit) and unit in state.pending and unit not in state.begun
+    return _begin(program, state, unit, ops) if here and wanted else state
 
 
 def update(program: Program, state: State, unit: int, ops: list[Op]) -> State:
@@ -24,20 +34,8 @@ def update(program: Program, state: State, unit: int, ops: list[Op]) -> State:
     ops.append(Op(Kind.UPDATED, Lane.COMPUTE, unit, waits=last))
     gathered = state.gathered - {unit} if program.gathers else state.gathered
     changed = state.changed | {unit} if program.away(unit) else state.changed
-    left = tuple(u for u in state.due if u != unit)
-    state = state.but(pending=state.pending - {unit}, due=left, begun=state.begun - {unit})
+    state = state.but(pending=state.pending - {unit}, begun=state.begun - {unit})
     return state.but(gathered=gathered, changed=changed)
-
-
-def ahead(program: Program, state: State, event: Ahead, ops: list[Op]) -> State:
-    """Begin the update that is needed first. See Note [Earliest deadline first]."""
-    ready = [
-        unit
-        for unit in state.due
-        if unit in event.computed and unit not in state.begun and (not program.away(unit) or unit in state.here)
-    ]
-    unit = next((unit for unit in _deadlines(state) if unit in ready), min(ready, default=None))
-    return state if unit is None else _begin(program, state, unit, ops)
 
 
 def next_updates(program: Program, state: State) -> Iterator[int]:
@@ -46,23 +44,24 @@ def next_updates(program: Program, state: State) -> Iterator[int]:
     order = list(dict.fromkeys(state.expected.get("train", ())))
     if program.eager:
         order.reverse()
-        after = order.index(state.latest) + 1 if state.latest in order else 0
-        order = order[after:] + order[:after]
-    return (unit for unit in order if unit not in state.begun)
+    return (unit for unit in order if unit not in state.begun and program.passes(unit))
 
 
-def _deadlines(state: State) -> Iterator[int]:
-    """Units in the order in which they are expected to be needed, this step's first."""
+def deadline(state: State, unit: int) -> int:
+    """When a unit is expected to be needed: the position of that need, in this step or the next."""
     expected = state.expected.get(state.phase, ())
-    yield from expected[state.cursor :]
-    yield from expected
+    if unit in expected[state.cursor :]:
+        return expected.index(unit, state.cursor)
+    return len(expected) + (expected.index(unit) if unit in expected else 0)
 
 
 def _begin(program: Program, state: State, unit: int, ops: list[Op]) -> State:
-    """Hand a unit's pages out: all together to whoever passes them through the ring, or one by one."""
+    """Hand a unit's pages out: all together to whoever passes them through the ring, or one by one. Those that pass
+    through none are updated right there, where others are updated by somebody else: they would wait behind those."""
     pages = program.model.units[unit].pages
     if program.piped or not program.passes(unit):
-        lane = Lane.PAGES if program.piped else program.update_lane
+        beside = Lane.PAGES if program.passes(unit) else Lane.COMPUTE
+        lane = beside if program.piped else program.update_lane
         waits = [Key(kind, unit) for kind in (Kind.DUE, Kind.FETCH, Kind.GATHER, Kind.REDUCE)]
         if program.placements[unit].grad != "device":
             params = dict.fromkeys(part.param for page in pages for part in page.parts)

@@ -141,14 +141,6 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """There is time for a pending update before anybody needs it. `computed`: units whose gradients are not only due
-    but there."""
-
-    computed: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
 class Settle:
     """Do the pending updates of these units now and bring what changed home; None: of all units. `held` as in Need."""
 
@@ -178,7 +170,7 @@ class Flush:
     """A backward pass is over: reduce the gradients of one unit that waits for others that did not come."""
 
 
-Event = Need | Mark | Grad | Due | Step | Ahead | Settle | Begin | Join | Flush
+Event = Need | Mark | Grad | Due | Step | Settle | Begin | Join | Flush
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +224,7 @@ class State:
     pending: frozenset[int] = frozenset()
     """Units with an update that is due and that the compute lane is not behind."""
     begun: frozenset[int] = frozenset()
-    """Those of them whose pages were handed out."""
-    due: tuple[int, ...] = ()
-    """Those of them, in the order in which they became so."""
-    latest: int = -1
-    """The last one that became so."""
+    """Those of them that were handed out."""
     staged: tuple[tuple[int, int], ...] = ()
     """(unit, page) that have slots of the ring, for an update or on their way home, the oldest first."""
     ready: frozenset[tuple[int, int]] = frozenset()

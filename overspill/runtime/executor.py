@@ -11,7 +11,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from overspill.errors import StateError
-from overspill.program import Ahead, Event, Key, Kind, Lane, Op, Program, State, react, start
+from overspill.program import Event, Key, Kind, Lane, Op, Program, State, react, start
 from overspill.runtime.lanes import Lanes, Ticket, Tickets, Work
 from overspill.runtime.ranks import Ranks
 from overspill.trace import own_time
@@ -22,7 +22,8 @@ class Pager(Protocol):
 
     moved: Counter[Lane]
 
-    def submit(self, op: Op, waits: Sequence[Ticket]) -> Ticket: ...
+    def submit(self, unit: int, waits: Sequence[Ticket]) -> Ticket: ...
+    def hurry(self, unit: int) -> None: ...
     def wake(self) -> None: ...
     def drain(self) -> None: ...
     def close(self) -> None: ...
@@ -63,6 +64,7 @@ class Executor:
         # Autograd may run the nodes of one backward pass in two threads: those on the GPU and those on the CPU.
         with self.lock:
             self._check()
+            resting = not self.state.training
             state, ops = react(self.program, self.state, event)
             while self.ranks is not None and (offer := self.ranks.points(ops)):
                 chosen = self.ranks.choose(offer)
@@ -72,8 +74,8 @@ class Executor:
                 self.ranks.joins[chosen.kind](chosen)
                 state, ops = react(self.program, self.state, event)
             self._fold(state, ops)
-        if self.pager is not None and (self.state.pending or self.state.training):
-            self.pager.wake()
+            if self.pager is not None and resting and self.state.training:
+                self.pager.wake()
 
     def join(self, event: Event) -> None:
         """React to an event that all ranks agreed on."""
@@ -107,45 +109,18 @@ class Executor:
             self._failed = error
             raise
 
-    def ahead(self) -> Sequence[Ticket] | None:
-        """Begin an update that is pending, if its gradients are computed; else say what that waits for. None: nothing
-        is to be done. Called by another thread than the one that uses the model."""
-        if not self.lock.acquire(blocking=False):
-            # Whoever is busy here may wait for the one who asks, and wakes him afterwards.
-            return None
-        try:
-            if self._failed is not None:
-                return None
-            state, ops = react(self.program, self.state, Ahead(self._computed()))
-            if ops:
-                self._fold(state, ops)
-                return ()
-            return self.tickets.of([Key(Kind.DUE, unit) for unit in self._uncomputed()[:1]]) or None
-        finally:
-            self.lock.release()
-
-    def _computed(self) -> frozenset[int]:
-        """Units whose gradients are due and there."""
-        rest = self._uncomputed()
-        return frozenset(self.state.due).difference(rest)
-
-    def _uncomputed(self) -> tuple[int, ...]:
-        for position, unit in enumerate(self.state.due):
-            # One after the other on one stream: if this one is not there yet, the others are not either.
-            if not all(ticket.over for ticket in self.tickets.of((Key(Kind.DUE, unit),))):
-                return self.state.due[position:]
-        return ()
-
     def _run(self, op: Op) -> None:
         for ticket in self.tickets.of(op.done):
             _waiting(ticket.finish)
         waits = self.tickets.of(op.waits)
         if op.lane == Lane.PAGES:
             assert self.pager is not None, "only where there is a pager"
-            self.tickets.put(op.key, self.pager.submit(op, waits))
+            self.tickets.put(op.key, self.pager.submit(op.unit, waits))
             return
         if op.lane == Lane.COMPUTE:
             begin = time.perf_counter()
+            if op.kind == Kind.UPDATED and self.pager is not None:
+                self.pager.hurry(op.unit)
             for ticket in waits:
                 _waiting(ticket.wait)
             self.lanes.compute(op, lambda: self._handlers[op.kind](op)())

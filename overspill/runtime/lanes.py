@@ -104,7 +104,10 @@ class Lanes:
         if self.device.type != "cuda":
             return None
         stream = torch.cuda.current_stream(self.device)
-        return Ticket(stream.record_event(), self.device, stream.cuda_stream)
+        # Blocking: whoever waits for it on the host sleeps.
+        here = torch.cuda.Event(blocking=True)
+        here.record(stream)
+        return Ticket(here, self.device, stream.cuda_stream)
 
     def submit(self, op: Op, work: Work, waits: Sequence[Ticket]) -> Ticket | None:
         """Hand to a side lane, behind `waits` and, if it is not free, behind what the caller's stream has been given so

@@ -2,16 +2,20 @@
 
 Note [Who hands pages out]: each page is handed out when its slot is free (program/, Note [Never far ahead]). The
 training loop's own thread is far ahead of the GPU, or waits for it, and comes by too seldom. So a thread of its own
-waits for slots. What it works on is decided by the program: which unit is next, and what to fetch when nothing is
-pending. It touches no object of the user's.
+waits for slots. The program says what it works on: which updates may run, by when they are needed, and what may be
+fetched when all of that is on its way. It touches no object of the user's.
 
 Note [Two ways of the link]: pages come up and go down side by side, a few at a time each way. So at every turn a page
 is fetched, if there is a slot for it, and one that is there is updated and sent home.
+
+Note [Gradients first]: an update is handed out when its gradients are computed, so nothing that is queued ever waits
+for the model. Of several the one that is needed first goes first; all that somebody waits for, before the others.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections import Counter, deque
@@ -22,14 +26,13 @@ from typing import Protocol
 
 import torch
 
-from overspill.program import Lane, Op, Program, State, next_updates
+from overspill.program import Lane, Program, State, deadline, next_updates
 from overspill.runtime.lanes import Ticket
-from overspill.runtime.passage import Page, Passage
+from overspill.runtime.passage import Passage
+from overspill.runtime.ring import Page
 
-QUEUED = 3
-"""Pages that may be on their way, each way."""
-UNITS = 2
-"""Units whose updates may have begun: the one at hand, and one whose pages can be fetched meanwhile."""
+QUEUED = 6
+"""Pages that may be on their way, each way: as long as Python may keep this thread waiting for its turn (5 ms)."""
 
 
 class Executor(Protocol):
@@ -38,21 +41,29 @@ class Executor(Protocol):
     program: Program
     state: State
 
-    def ahead(self) -> Sequence[Ticket] | None: ...
 
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class UnitWork:
     """What is left to do for one unit."""
 
-    op: Op
-    waits: Sequence[Ticket]
-    future: Future[torch.cuda.Event | None]
-    """Of the last page's update, when it is handed out."""
-    pages: deque[Page] = field(default_factory=deque)
-    unfetched: deque[Page] = field(default_factory=deque)
+    unit: int
+    deadline: int
+    waits: list[Ticket]
+    """What must be over before: that its gradients are computed, above all."""
+    left: deque[Page]
+    """Pages that are to be updated."""
+    unfetched: deque[Page]
     """Those of them that may not be there yet."""
-    begun: bool = False
+    future: Future[torch.cuda.Event | None] = field(default_factory=Future)
+    """Of the last page's update, when it is handed out."""
+    hurried: bool = False
+    """Whether somebody waits for it."""
+
+    @property
+    def ready(self) -> bool:
+        while self.waits and self.waits[0].over:
+            del self.waits[0]
+        return not self.waits
 
 
 class Pager:
@@ -63,11 +74,18 @@ class Pager:
         self._passage = passage
         self._device = device
         self.moved: Counter[Lane] = passage.moved
-        self._works: deque[UnitWork] = deque()
-        self._later: deque[Page] | None = None
-        """What may be fetched while nothing is at hand."""
+        self._works: list[UnitWork] = []
+        """In the order in which they came."""
+        self._submitted = 0
+        """How many came so far."""
         self._wake, self._idle = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self._later = (-1, deque[Page]())
+        """What may be fetched when everything at hand is on its way, as of when so many had come."""
+        self._clears = False
         self._closed = False
+        self._error: BaseException | None = None
+        self.pid = os.getpid()
         weakref.finalize(self, self._wake.set)
         args = (weakref.ref(self), self._wake, device)
         self._thread = threading.Thread(target=_serve, args=args, name="overspill-pager", daemon=True)
@@ -76,27 +94,37 @@ class Pager:
 
     # --- what others call
 
-    def submit(self, op: Op, waits: Sequence[Ticket]) -> Ticket:
-        """Update a unit, after those that were submitted before; the ticket is ready when its last page is handed
-        out."""
-        pages = self._passage.pages_of(op.unit)
-        work = UnitWork(op, waits, Future(), deque(pages), deque(pages))
-        self._idle.clear()
-        self._works.append(work)
-        self._wake.set()
-        if self._closed:
-            self._fail(RuntimeError("pages are not handed out any more"))
+    def submit(self, unit: int, waits: Sequence[Ticket]) -> Ticket:
+        """Update a unit; the ticket is ready when its last page is handed out."""
+        pages = self._passage.pages_of(unit)
+        work = UnitWork(unit, deadline(self._executor.state, unit), list(waits), deque(pages), deque(pages))
+        with self._lock:
+            if self._closed:
+                work.future.set_exception(self._reason())
+                return Ticket(work.future, self._device)
+            self._works.append(work)
+            self._submitted += 1
+        self.wake()
         return Ticket(work.future, self._device)
+
+    def hurry(self, unit: int) -> None:
+        """Somebody waits for this unit, if it is not done."""
+        for work in tuple(self._works):
+            if work.unit == unit:
+                work.hurried = True
 
     def wake(self) -> None:
         """There may be something to do."""
-        self._idle.clear()
-        self._wake.set()
+        with self._lock:
+            self._idle.clear()
+            self._wake.set()
 
     def drain(self) -> None:
-        """Wait until there is nothing to do any more."""
+        """Wait until there is nothing to do any more; what was fetched for later is given up."""
+        self._clears = True
+        self.wake()
         while self._thread.is_alive() and not self._idle.wait(0.05):
-            self._wake.set()
+            pass
 
     def close(self) -> None:
         self._closed = True
@@ -104,80 +132,121 @@ class Pager:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
+    def _reason(self) -> BaseException:
+        found = RuntimeError("pages are not handed out any more")
+        found.__cause__ = self._error
+        return self._error or found
+
     # --- the thread
 
     def serve(self) -> bool:
         """Work until there is nothing to do; False: it is closed."""
         try:
-            while not self._closed and self._turn(self._executor):
+            while not self._closed and self._turn():
                 pass
+            if self._clears and not self._closed:
+                self._clears = False
+                self._passage.clear()
         except BaseException as error:
-            self._fail(error)
+            self._error = error
             raise
-        if self._closed:
-            self._fail(RuntimeError("the engine is closed"))
-        if not self._wake.is_set():
-            self._idle.set()
+        finally:
+            if self._closed or self._error is not None:
+                self._fail()
+        with self._lock:
+            if not self._wake.is_set():
+                self._idle.set()
         return not self._closed
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self) -> None:
         """Whoever waits for updates hears of it."""
-        self._closed = True
-        while self._works:
-            self._works.popleft().future.set_exception(error)
+        with self._lock:
+            self._closed = True
+            for work in self._works:
+                work.future.set_exception(self._reason())
+            self._works.clear()
 
-    def _turn(self, executor: Executor) -> bool:
+    def _turn(self) -> bool:
         """Do something, or wait until there is something to do; False: there is nothing."""
-        begun = executor.ahead() if len(self._works) < UNITS else None
-        done = self._fetch(executor) | self._update()
-        if done or self._passage.wait():
+        with self._lock:
+            works, submitted = tuple(self._works), self._submitted
+        ready = sorted((w for w in works if w.ready), key=_urgency)
+        unready = [w for w in works if w.waits]
+        works = (*ready, *sorted(unready, key=_urgency))
+        if self._fetch(works, submitted) | self._update(ready) or self._passage.wait():
             return True
-        assert not self._works, f"an update of unit {self._works[0].op.unit} cannot go on"
-        for ticket in begun or ():
-            ticket.finish()
-        return begun is not None
+        if ready:
+            # Nothing is on its way, and all slots are taken by pages that cannot be updated yet.
+            self._give_way(works)
+            return True
+        for work in unready[:1]:
+            # What came first is computed first.
+            work.waits[0].finish()
+        return bool(unready)
 
-    def _fetch(self, executor: Executor) -> bool:
+    def _fetch(self, works: Sequence[UnitWork], submitted: int) -> bool:
         """Fetch the next page that is not there, of what is at hand or else of what comes next."""
         if self._passage.coming() >= QUEUED:
             return False
-        for work in self._works:
-            page = self._first_missing(work.unfetched)
-            if page is not None:
-                self._later = None
-                return self._passage.fetch(page, set(self._works[0].pages))
-        if self._works or not executor.state.training or not self._passage.has_free_slot():
+        for work in works:
+            if self._is_left(work.unfetched):
+                return self._fetch_first(work.unfetched)
+        state = self._executor.state
+        if not state.training or self._clears or not self._passage.has_free_slot():
             return False
-        if self._later is None:
-            units = next_updates(executor.program, executor.state)
-            self._later = deque(page for unit in units for page in self._passage.pages_of(unit))
-        page = self._first_missing(self._later)
-        return page is not None and self._passage.fetch(page, set())
+        if self._later[0] != submitted:
+            at_hand = {work.unit for work in works}
+            units = [unit for unit in next_updates(self._executor.program, state) if unit not in at_hand]
+            self._later = submitted, deque(page for unit in units for page in self._passage.pages_of(unit))
+        return self._is_left(self._later[1]) and self._fetch_first(self._later[1])
 
-    def _first_missing(self, pages: deque[Page]) -> Page | None:
-        while pages and not self._passage.missing(pages[0]):
+    def _is_left(self, pages: deque[Page]) -> bool:
+        """Whether one of these is not there; those in front of it are taken off."""
+        while pages and self._passage.has(pages[0]):
             pages.popleft()
-        return pages[0] if pages else None
+        return bool(pages)
 
-    def _update(self) -> bool:
-        """Update the next page of what is at hand, if it is there."""
-        if not self._works or self._passage.going() >= QUEUED:
+    def _fetch_first(self, pages: deque[Page]) -> bool:
+        fetched = self._passage.fetch(pages[0])
+        if fetched:
+            pages.popleft()
+        return fetched
+
+    def _give_way(self, works: Sequence[UnitWork]) -> None:
+        """The first of these gets a slot from a page that is needed later; unless it was one of its own that left its
+        slot, because that was too small."""
+        first = works[0]
+        missing = deque(page for page in first.left if not self._passage.has(page))
+        if len(missing) > len(first.unfetched):
+            first.unfetched = missing
+            return
+        page = self._passage.give_up(first.unit)
+        for work in works[1:]:
+            if page[0] == work.unit:
+                work.unfetched = deque(work.left)
+
+    def _update(self, ready: Sequence[UnitWork]) -> bool:
+        """Update the next page that is there."""
+        if self._passage.going() >= QUEUED:
             return False
-        work = self._works[0]
-        if work.pages and self._passage.missing(work.pages[0]):
-            if not work.unfetched:
-                # Its slot was given up for another one's.
-                work.unfetched.extend(work.pages)
-                return True
-            return False
-        if not work.begun:
-            work.begun, self._later = True, None
-            self._passage.begin(work.op.unit, work.waits)
-        event = self._passage.update(work.pages.popleft()) if work.pages else None
-        if not work.pages:
-            self._works.popleft()
-            work.future.set_result(event)
-        return True
+        for work in ready:
+            page = next((page for page in work.left if self._passage.has(page)), None)
+            if page is None and work.left:
+                continue
+            event = None
+            if page is not None:
+                work.left.remove(page)
+                event = self._passage.update(page)
+            if not work.left:
+                with self._lock:
+                    self._works.remove(work)
+                work.future.set_result(event)
+            return True
+        return False
+
+
+def _urgency(work: UnitWork) -> tuple[bool, int]:
+    return not work.hurried, work.deadline
 
 
 def _serve(pager: Callable[[], Pager | None], wake: threading.Event, device: torch.device) -> None:
@@ -197,7 +266,8 @@ _pagers: weakref.WeakSet[Pager] = weakref.WeakSet()
 
 def _close_all() -> None:
     for pager in list(_pagers):
-        pager.close()
+        if pager.pid == os.getpid():
+            pager.close()
 
 
 # Before Python ends its pools of threads; and a thread that is inside of CUDA when Python is gone would take the

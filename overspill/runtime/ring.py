@@ -42,8 +42,9 @@ class Ring:
     def memory(self, page: Page) -> Tensor:
         return self._slots[self._pages[page]]
 
-    def __contains__(self, page: object) -> bool:
-        return page in self._pages
+    def fits(self, page: Page) -> bool:
+        """Whether a page's slot is as large as it must be by now."""
+        return self._slots[self._pages[page]].numel() >= self._nbytes
 
     def wait(self, page: Page) -> None:
         """Make the current stream come behind those who had the memory before."""

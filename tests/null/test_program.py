@@ -8,8 +8,8 @@ import torch
 
 from overspill.plan.simulate import simulate, step_events
 from overspill.program import (
-    Ahead,
     Begin,
+    Due,
     Event,
     Grad,
     Key,
@@ -21,6 +21,8 @@ from overspill.program import (
     Program,
     Settle,
     Step,
+    deadline,
+    next_updates,
     react,
     start,
 )
@@ -65,7 +67,6 @@ def random_events(rng: random.Random, units: int, count: int) -> list[Event]:
     events: list[Event] = []
     for _ in range(count):
         kind = rng.randrange(8)
-        events += [Ahead(frozenset(rng.sample(range(units), rng.randrange(units + 1))))] * rng.randrange(4)
         u = rng.randrange(units)
         if kind < 4:
             events.append(Need((u,), rng.choice(("train", "eval"))))
@@ -91,6 +92,8 @@ class Machine:
         """Slot -> (unit, page)."""
         self.grads: set[tuple[int, int]] = set()
         self.done: set[Key] = set()
+        self.passed_on: set[int] = set()
+        """Units that are with whoever passes pages through the ring."""
 
     def run(self, op: Op) -> None:
         unit, home = op.unit, self.program.placements[op.unit]
@@ -98,10 +101,11 @@ class Machine:
             assert home.weight != "device" and unit not in self.here
             self.here.add(unit)
         elif op.kind == Kind.RELEASE:
-            assert unit in self.here
+            assert unit in self.here and unit not in self.passed_on
             self.here.remove(unit)
         elif op.kind in (Kind.STORE, Kind.OPEN, Kind.UPDATED):
             assert home.weight == "device" or unit in self.here
+            self.passed_on -= {unit} if op.kind == Kind.UPDATED else set()
         elif op.kind in (Kind.STATE_FETCH, Kind.PAGE_GRADS):
             assert not (self.grads and self.program.shares_room), "pages and gradients pass together"
             if self.pages.get(op.slot, (unit, op.item)) != (unit, op.item):
@@ -111,9 +115,15 @@ class Machine:
         elif op.kind == Kind.UPDATE:
             assert home.weight == "device" or unit in self.here
             passes = home.state != "device" or home.grad != "device"
-            assert passes or op.lane == self.program.update_lane
-            assert passes == (op.item >= 0), "pages that pass are updated one by one, others together"
-            assert not passes or (unit, op.item) in self.pages.values(), "a page is updated that is not there"
+            piped = self.program.piped
+            assert not piped or op.lane == (Lane.PAGES if passes else Lane.COMPUTE)
+            assert passes or piped or op.lane == self.program.update_lane
+            assert (passes and not piped) == (op.item >= 0), "pages that pass are updated one by one, others together"
+            assert piped or not passes or (unit, op.item) in self.pages.values(), (
+                "an update of a page that is not there"
+            )
+            assert unit not in self.passed_on, "an update is handed out twice"
+            self.passed_on |= {unit} if op.lane == Lane.PAGES else set()
         elif op.kind == Kind.PAGE_DROP:
             assert self.pages.pop(0) == (unit, op.item)
         elif op.kind == Kind.GRAD_STORE:
@@ -122,7 +132,7 @@ class Machine:
         elif op.kind == Kind.GRAD_DROP:
             self.grads.remove((unit, op.item))
         assert all(slot < self.program.limits.depth for slot in self.pages)
-        assert op.lane in (Lane.COMPUTE, Lane.UPDATE) or op.nbytes > 0
+        assert op.lane in (Lane.COMPUTE, Lane.UPDATE, Lane.PAGES) or op.nbytes > 0
         self.done.add(op.key)
 
 
@@ -132,6 +142,7 @@ def test_ops_are_legal_whatever_happens(seed: int) -> None:
     count = rng.randint(1, 6)
     placements = [Placement(*(rng.choice(TIERS) for _ in range(3))) for _ in range(count)]  # type: ignore[arg-type]
     made = program([rng.randint(1, 5000) for _ in range(count)], placements, depth=rng.randint(1, 3))
+    made = replace(made, piped=rng.random() < 0.5 and not made.shares_room)
     machine, state = Machine(made), start(made)
     for event in random_events(rng, count, 120):
         before = state
@@ -186,6 +197,30 @@ def test_the_next_unit_is_fetched_ahead() -> None:
     made = replace(made, limits=replace(made.limits, window=2 * made.limits.window))
     _, ops = react(made, start(made), Need((0,)))
     assert [op.unit for op in ops if op.kind == Kind.FETCH] == [0, 1]
+
+
+def test_updates_are_handed_out_with_the_step() -> None:
+    made = program([100] * 3, [Placement("device", "device", "host")] * 2 + [Placement("host", "device", "host")])
+    made = replace(made, piped=True)
+    state, ops = react(made, start(made), Step(frozenset({0, 1, 2})))
+    assert [(op.unit, op.lane) for op in ops if op.kind == Kind.UPDATE] == [(0, Lane.PAGES), (1, Lane.PAGES)]
+    assert [deadline(state, unit) for unit in (0, 1, 2)] == [0, 1, 2]
+    state, ops = react(made, state, Need((0,)))
+    assert [op.unit for op in ops if op.kind == Kind.UPDATE] == [2], "as soon as its weights are on their way"
+    assert [op.unit for op in ops if op.kind == Kind.UPDATED] == [0]
+    assert deadline(state, 0) == len(state.expected["train"]) - 1, "backward needs it again"
+
+
+def test_what_is_updated_next() -> None:
+    made = program([100] * 4, [Placement("device", "device", "host")] * 4)
+    made = replace(made, piped=True)
+    state, _ = react(made, start(made), Step(frozenset({1, 2})))
+    assert list(next_updates(made, state)) == [0, 3], "pages of the others are being updated already"
+    state, _ = react(made, state, Need((1,)))
+    assert list(next_updates(made, state)) == [0, 1, 3]
+    made = replace(made, eager=True)
+    state, _ = react(made, start(made), Due(frozenset({3})))
+    assert list(next_updates(made, state)) == [2, 1, 0], "gradients are complete from the end on"
 
 
 def test_the_simulator_folds_the_same_program() -> None:
