@@ -80,6 +80,6 @@ def test_what_the_host_cannot_hold_goes_to_nvme() -> None:
 
 
 def test_pages_get_small_with_the_budget() -> None:
-    assert next(page_sizes(100 * GiB)) == 64 * MiB
+    assert next(page_sizes(100 * GiB)) == 128 * MiB
     assert list(page_sizes(MiB)) == [64 * KiB]
     assert list(page_sizes(GiB))[-1] == 64 * KiB
