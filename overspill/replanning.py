@@ -12,7 +12,7 @@ from overspill.specs import ROLES, MiB, human
 log = logging.getLogger("overspill")
 
 MARGIN = 256 * MiB
-MARGIN_SHARE = 0.04
+MARGIN_SHARE = 0.06
 """Of the device budget: what is kept free beside what activations were seen to take, because steps are not all alike
 and torch's allocator cannot use every hole."""
 
@@ -71,10 +71,13 @@ def move_in(engine: Engine, plan: Plan) -> None:
             made.grads.bytes.settle_down(unit)
         placements = (*plan.placements[: unit + 1], *executor.program.placements[unit + 1 :])
         with executor.lock:
-            executor.program = dataclasses.replace(executor.program, placements=placements)
+            limits = plan.limits if executor.pager is not None else executor.program.limits
+            executor.program = dataclasses.replace(executor.program, placements=placements, limits=limits)
             stay = {unit} if now.weight == "device" else set()
             here = tuple(u for u in executor.state.here if u not in stay)
             # What lives here is never written home again, whoever holds views of it.
             kept = {"changed": executor.state.changed - stay, "pinned": executor.state.pinned - stay}
             executor.state = executor.state.but(here=here, **kept)
+    if executor.pager is not None:
+        executor.pager.lengthen(plan.limits.depth)
     engine.parts.planned.owned, engine.parts.planned.peak = _owned(plan), plan.peak("device")

@@ -187,7 +187,7 @@ def build_engine(
     paths, pin = parse_nvme(chosen.nvme), device.type == "cuda"
     share_one_heap(device)
     own = sum(local_of(t).nbytes for t in (*model.parameters(), *model.buffers()) if t.device == device)
-    others = torch.cuda.memory_allocated(device) - own if pin else 0
+    there = torch.cuda.memory_allocated(device) - own if pin else 0
     with ExitStack() as undo:
         tiers = _tiers(model, made, paths, pin, undo)
         extend = _Extend(made, paths, tiers, pin)
@@ -207,17 +207,18 @@ def build_engine(
     if scale is not None:
         built.grads.factor, built.masters.factor = scale.factor, lambda: scale.factor
     activations = made.bytes_of("device", "activations")
+    held = HeldBudget(device, made.budget.device, there) if pin else None
     parts = Parts(
         layout=laid_out,
         buffers=buffers,
         dtype=DTYPES[chosen.precision],
         budget=made.budget,
-        planned=Planned(made.peak("device") - activations, made.peak("device")),
+        planned=Planned(made.peak("device") - activations, made.peak("device"), held.others if held is not None else 0),
         tiers=tiers,
         scale=scale,
         made=built,
         optimizer=optimizer,
-        held=HeldBudget(device, made.budget.device, others) if pin else None,
+        held=held,
         eager=chosen.update == "eager",
     )
     return Engine(model, parts)

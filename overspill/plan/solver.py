@@ -36,8 +36,8 @@ from overspill.specs import (
     ring_slot_bytes,
 )
 
-MOST_SLOTS = 128
-"""Of the ring: as long as a backward pass takes, the link brings about that much."""
+MOST_SLOTS = 16
+"""Of the ring; beyond that states do better to live on the device."""
 WORKSPACE = 4
 """fp32 copies of a page's parameters that an optimizer's own step may hold for a moment."""
 BESIDE_MASTERS = 2
@@ -255,9 +255,10 @@ def improve(request: Request, made: Plan) -> Plan | None:
             if placements[index].of(role) != "device" and taken and taken <= room:
                 placements[index] = replace(placements[index], **{role: "device"})  # type: ignore[arg-type]
                 room -= taken
-    if tuple(placements) == made.placements:
+    limits = _with_slots(request, tuple(placements), made.limits, room)
+    if tuple(placements) == made.placements and limits == made.limits:
         return None
-    return finish(request, tuple(placements), made.limits)
+    return finish(request, tuple(placements), limits)
 
 
 # --- the plan
@@ -272,18 +273,22 @@ def _finish(request: Request, placements: tuple[Placement, ...]) -> Plan:
     if ahead + _largest(model) > budget.device:
         return finish(request, placements, _least(request, placements))
     # Where homes are ours to choose, what is spare is for states, when activations are known.
-    longer = request.place and request.paged and model.format.fields is not None
-    limits = _longer_ring(request, placements, ahead) if longer else _ahead(request, placements)
+    limits = _longer_ring(request, placements, ahead) if request.place else _ahead(request, placements)
     return finish(request, placements, limits)
 
 
 def _longer_ring(request: Request, placements: tuple[Placement, ...], needed: int) -> Limits:
     """Where device memory is left beyond what is kept for activations, more pages are fetched ahead of the step."""
-    limits, slot = _ahead(request, placements), ring_slot_bytes(request.model, placements)
-    spare = request.budget.device - needed - _activations(request, needed)
-    if limits.depth == 1 or not slot or spare < slot:
+    limits = _ahead(request, placements)
+    return _with_slots(request, placements, limits, request.budget.device - needed - _activations(request, needed))
+
+
+def _with_slots(request: Request, placements: tuple[Placement, ...], limits: Limits, room: int) -> Limits:
+    """As many more slots of the ring as there is room for, where pages pass by a thread of their own."""
+    slot, pages = ring_slot_bytes(request.model, placements), sum(len(u.pages) for u in request.model.units)
+    if not request.paged or request.model.format.fields is None or limits.depth == 1 or not slot:
         return limits
-    return replace(limits, depth=min(limits.depth + spare // slot, MOST_SLOTS))
+    return replace(limits, depth=max(limits.depth, min(limits.depth + room // slot, MOST_SLOTS, pages)))
 
 
 def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) -> Plan:

@@ -94,7 +94,7 @@ class Engine:
         seen, current = self.measures.activations(), self.parts.made.grads.bytes.current
         if seen is None or self.when_measured is None or any(not g.zero for g in current()):
             return
-        if self.when_measured(seen):
+        if not self.measures.pressed and self.when_measured(seen):
             self.measures.measure_again()
         else:
             self.when_measured = None

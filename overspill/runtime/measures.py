@@ -31,6 +31,7 @@ class Measures:
         self._own = own_time.seconds
         self.steps = 0
         self._since = 0
+        self._searched = self._searches()
         self.last: dict[str, Any] = {"steps": 0, "seconds": 0.0, "moved": {}, "op_seconds": {}}
 
     def peaks(self) -> dict[str, int]:
@@ -48,11 +49,22 @@ class Measures:
         device = self._executor.lanes.device
         if self.steps - self._since < STEPS_SEEN or not self.sees_activations:
             return None
-        # Reserved, because that is what the budget is for: the allocator cannot use every hole.
-        return max(0, torch.cuda.max_memory_reserved(device) - self._planned.owned)
+        # Not what was reserved: torch's allocator takes whatever the budget has before it looks for holes.
+        return max(0, torch.cuda.max_memory_allocated(device) - self._planned.others - self._planned.owned)
+
+    @property
+    def pressed(self) -> bool:
+        """Whether torch's allocator had to look for holes since the last measurement."""
+        return self._searches() > self._searched
+
+    def _searches(self) -> int:
+        device = self._executor.lanes.device
+        stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
+        return int(stats.get("num_alloc_retries", 0))
 
     def measure_again(self) -> None:
         self._since = self.steps
+        self._searched = self._searches()
 
     def tick(self) -> None:
         """A step ends here. Updates that it made due are counted with the next step, in which they run."""
@@ -73,7 +85,7 @@ class Measures:
 
     def _watch(self) -> None:
         """Activations are the one thing that the plan can only make room for; say so once if they took more."""
-        seen = self.peaks().get("device", 0)
+        seen = self.peaks().get("device", 0) - self._planned.others
         if seen > self._planned.peak and not self._warned:
             self._warned = True
             log.warning(

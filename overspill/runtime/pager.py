@@ -8,6 +8,10 @@ fetched when all of that is on its way. It touches no object of the user's.
 Note [Two ways of the link]: pages come up and go down side by side, a few at a time each way. So at every turn a page
 is fetched, if there is a slot for it, and one that is there is updated and sent home.
 
+Note [Turns of threads]: whoever runs Python gives the others their turn after 5 ms, which is as long as several pages
+take. While there is a pager on cuda, it does so after half a millisecond. A model that mostly launches kernels gives
+way at each of them anyway.
+
 Note [Gradients first]: an update is handed out when its gradients are computed, so nothing that is queued ever waits
 for the model. Of several the one that is needed first goes first; all that somebody waits for, before the others.
 """
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import weakref
 from collections import Counter, deque
@@ -32,7 +37,9 @@ from overspill.runtime.passage import Passage
 from overspill.runtime.ring import Page
 
 QUEUED = 6
-"""Pages that may be on their way, each way: as long as Python may keep this thread waiting for its turn (5 ms)."""
+"""Pages that may be on their way, each way: more than pass while this thread waits for its turn."""
+TURN = 0.0005
+"""Seconds; see Note [Turns of threads]."""
 
 
 class Executor(Protocol):
@@ -90,6 +97,7 @@ class Pager:
         args = (weakref.ref(self), self._wake, device)
         self._thread = threading.Thread(target=_serve, args=args, name="overspill-pager", daemon=True)
         self._thread.start()
+        self._turns = _take_short_turns(self) if device.type == "cuda" else None
         _pagers.add(self)
 
     # --- what others call
@@ -126,11 +134,17 @@ class Pager:
         while self._thread.is_alive() and not self._idle.wait(0.05):
             pass
 
+    def lengthen(self, depth: int) -> None:
+        """The ring has so many slots from now on. Nothing is to be done."""
+        self._passage.lengthen(depth)
+
     def close(self) -> None:
         self._closed = True
         self._wake.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
+        if self._turns is not None:
+            self._turns()
 
     def _reason(self) -> BaseException:
         found = RuntimeError("pages are not handed out any more")
@@ -176,8 +190,9 @@ class Pager:
         if self._fetch(works, submitted) | self._update(ready) or self._passage.wait():
             return True
         if ready:
-            # Nothing is on its way, and all slots are taken by pages that cannot be updated yet.
-            self._give_way(works)
+            # Nothing is on its way. If no slot became free just now, pages that cannot be updated yet have them all.
+            if not self._passage.has_free_slot():
+                self._give_way(works)
             return True
         for work in unready[:1]:
             # What came first is computed first.
@@ -189,7 +204,7 @@ class Pager:
         if self._passage.coming() >= QUEUED:
             return False
         for work in works:
-            if self._is_left(work.unfetched):
+            if _is_left(self._passage, work.unfetched):
                 return self._fetch_first(work.unfetched)
         state = self._executor.state
         if not state.training or self._clears or not self._passage.has_free_slot():
@@ -198,13 +213,7 @@ class Pager:
             at_hand = {work.unit for work in works}
             units = [unit for unit in next_updates(self._executor.program, state) if unit not in at_hand]
             self._later = submitted, deque(page for unit in units for page in self._passage.pages_of(unit))
-        return self._is_left(self._later[1]) and self._fetch_first(self._later[1])
-
-    def _is_left(self, pages: deque[Page]) -> bool:
-        """Whether one of these is not there; those in front of it are taken off."""
-        while pages and self._passage.has(pages[0]):
-            pages.popleft()
-        return bool(pages)
+        return _is_left(self._passage, self._later[1]) and self._fetch_first(self._later[1])
 
     def _fetch_first(self, pages: deque[Page]) -> bool:
         fetched = self._passage.fetch(pages[0])
@@ -245,6 +254,13 @@ class Pager:
         return False
 
 
+def _is_left(passage: Passage, pages: deque[Page]) -> bool:
+    """Whether one of these is not there; those in front of it are taken off."""
+    while pages and passage.has(pages[0]):
+        pages.popleft()
+    return bool(pages)
+
+
 def _urgency(work: UnitWork) -> tuple[bool, int]:
     return not work.hurried, work.deadline
 
@@ -262,6 +278,21 @@ def _serve(pager: Callable[[], Pager | None], wake: threading.Event, device: tor
 
 
 _pagers: weakref.WeakSet[Pager] = weakref.WeakSet()
+_hasty: dict[int, float] = {}
+"""Pagers that there are on cuda, with the turns that threads took before each."""
+
+
+def _take_short_turns(pager: Pager) -> weakref.finalize[[int], Pager]:
+    """See Note [Turns of threads]."""
+    _hasty[id(pager)] = next(iter(_hasty.values()), sys.getswitchinterval())
+    sys.setswitchinterval(min(TURN, sys.getswitchinterval()))
+    return weakref.finalize(pager, _end_short_turns, id(pager))
+
+
+def _end_short_turns(which: int) -> None:
+    before = _hasty.pop(which)
+    if not _hasty:
+        sys.setswitchinterval(before)
 
 
 def _close_all() -> None:

@@ -43,9 +43,8 @@ log = logging.getLogger("overspill")
 
 Tiers = dict[TierName, Tier]
 
-PAGED: set[str] = set()
-"""Kinds of devices on which updates run ahead of their use. None as yet: on a GPU the pager is still to be measured,
-and it gets stuck where only some states live elsewhere. Without a GPU it would take cores from the model."""
+PAGED = {"cuda"}
+"""Kinds of devices on which updates run ahead of their use. Without a GPU they would take cores from the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,8 @@ class Planned:
     """Without activations."""
     peak: int
     """With them."""
+    others: int = 0
+    """What else the process has there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,9 @@ def _is_piped(program: Program, device: torch.device) -> bool:
     """Whether pages pass through the ring by a thread of their own: by our kernels, and not from a disk, where each is
     waited for."""
     from_disk = any("nvme" in (p.state, p.grad) for p in program.placements)
-    return device.type in PAGED and program.update_lane == Lane.UPDATE and not program.shares_room and not from_disk
+    passing = any(map(program.passes, range(len(program.placements))))
+    ours = program.update_lane == Lane.UPDATE and not program.shares_room
+    return device.type in PAGED and ours and passing and not from_disk
 
 
 def _weight_home(tiers: Mapping[TierName, Tier], name: TierName, unit: UnitSpec) -> Home | None:

@@ -82,6 +82,7 @@ class Passage:
         self._updates = updates
         self._ways = _Ways(executor.lanes)
         self.moved: Counter[Lane] = Counter({Lane.UP: 0, Lane.DOWN: 0})
+        self._depth = depth
         self._free = deque(range(depth))
         self._there: dict[Page, tuple[int, Event]] = {}
         """Pages in slots that wait for their update: the slot, and when the page is there."""
@@ -101,6 +102,11 @@ class Passage:
             # Fetched before gradients turned out to be wider.
             self._drop(page)
         return page in self._there
+
+    def lengthen(self, depth: int) -> None:
+        """There are more slots from now on."""
+        self._free.extend(range(self._depth, depth))
+        self._depth = max(self._depth, depth)
 
     def coming(self) -> int:
         """Pages that are on their way here."""

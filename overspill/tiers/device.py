@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import weakref
+from dataclasses import dataclass
 
 import torch
 
@@ -41,20 +42,32 @@ def keep_no_freed_memory(device: torch.device) -> None:
         log.info("this C library cannot trim: freed memory may count against the budget for a while")
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    nbytes: int
+    others: int
+
+
 class HeldBudget:
-    """Keeps torch's allocator within the budgets of this process, until it is closed or forgotten.
+    """Keeps torch's allocator within the budgets of this process, until it is closed or forgotten. Peaks that torch
+    counts are those from here on.
 
     Without it freed blocks pile up beyond any budget before the allocator looks for one that it could use again.
-    `others`: what the process has on the device beside what the budget is for.
+    `there`: what the process has on the device beside the model that the budget is for.
     """
 
-    def __init__(self, device: torch.device, nbytes: int, others: int) -> None:
-        self._device = device
-        self._finalizer = weakref.finalize(self, _give_budget_back, device, id(self))
-        _budgets.setdefault(device, {})[id(self)] = nbytes + max(0, others)
+    def __init__(self, device: torch.device, nbytes: int, there: int) -> None:
+        held = _budgets.setdefault(device, {})
+        if not held:
+            _caps[device] = _cap(device)
+        # What other prepared models have is within their budgets.
+        self.others = max(0, there - sum(b.nbytes + b.others for b in held.values()))
+        self._finalizer = weakref.finalize(self, _give_budget_back, device, id(self), os.getpid())
+        held[id(self)] = _Held(nbytes, self.others)
         _use_growing_segments()
         # What building the model left behind would only count.
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
         _limit(device)
 
     def close(self) -> None:
@@ -71,14 +84,24 @@ def _use_growing_segments() -> None:
         log.info("torch's allocator keeps segments of fixed sizes, which may waste some of the budget: %s", error)
 
 
-_budgets: dict[torch.device, dict[int, int]] = {}
+_budgets: dict[torch.device, dict[int, _Held]] = {}
+_caps: dict[torch.device, float] = {}
+"""What the user allowed himself before there was a budget, as a share of the device."""
 
 
-def _give_budget_back(device: torch.device, which: int) -> None:
-    _budgets.get(device, {}).pop(which, None)
-    _limit(device)
+def _cap(device: torch.device) -> float:
+    # Older torch cannot tell.
+    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return float(ask(device)) if ask is not None else 1.0
+
+
+def _give_budget_back(device: torch.device, which: int, pid: int) -> None:
+    if os.getpid() == pid:
+        _budgets.get(device, {}).pop(which, None)
+        _limit(device)
 
 
 def _limit(device: torch.device) -> None:
-    held, total = sum(_budgets[device].values()), torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, held / total) if held else 1.0, device)
+    held, total = _budgets[device].values(), torch.cuda.get_device_properties(device).total_memory
+    share = sum(b.nbytes + b.others for b in held) / total if held else 1.0
+    torch.cuda.set_per_process_memory_fraction(min(_caps[device], share), device)

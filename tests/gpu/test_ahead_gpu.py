@@ -8,16 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import overspill
+from overspill import replanning
 from overspill.program import Kind
-from overspill.runtime import parts
 from tests.reference import differing, weights
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def paged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PAGED", {"cuda"})
 
 
 WIDTH, LAYERS, STEPS = 384, 10, 12
@@ -53,7 +48,7 @@ def trained(place: str, nvme: Path, delays: dict[Kind, float] | None = None, **k
         model, optimizer, place=HOMES[place], gpu=gpu, host="256MiB", nvme=nvme, **keywords
     )
     engine = overspill.api._engine(model)
-    assert (engine.executor.pager is not None) == (place != "nvme"), "the thread is what is tested here"
+    assert (engine.executor.pager is not None) == (place not in ("device", "nvme")), "the thread is what is tested here"
     engine.executor.lanes.delays |= delays or {}
     found = []
     for step in range(STEPS):
@@ -87,15 +82,14 @@ def test_delays_change_no_bit(kind: Kind, place: str, tmp_path: Path) -> None:
         check(trained(place, tmp_path, {kind: 0.002}, update=update, clip=clip), expected)
 
 
-def test_plans_improve_within_the_budget(tmp_path: Path) -> None:
+def test_plans_improve_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first steps keep much room for activations; then states move in, and the bits stay the same."""
     expected = trained("device", tmp_path, clip=1e-3, gpu="256MiB")[0]
     torch.manual_seed(0)
     model: Any = Deep().cuda()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    model, optimizer = overspill.prepare(model, optimizer, gpu="22MiB", host="256MiB")
+    monkeypatch.setattr(replanning, "MARGIN", 0)
+    model, optimizer = overspill.prepare(model, optimizer, gpu="48MiB", host="256MiB")
     before = optimizer.report()["plan"]
     found = []
     for step in range(STEPS):
@@ -107,6 +101,6 @@ def test_plans_improve_within_the_budget(tmp_path: Path) -> None:
         found.append(loss.detach())
     after = optimizer.report()["plan"]
     assert torch.stack(found).tolist() == expected
-    assert after.bytes_of("host", "state") <= before.bytes_of("host", "state")
-    assert torch.cuda.max_memory_reserved() <= 22 * 2**20
+    assert after.bytes_of("host", "state") < before.bytes_of("host", "state"), "nothing moved"
+    assert torch.cuda.max_memory_reserved() <= after.peak("device") <= 48 * 2**20
     overspill.close(model)
