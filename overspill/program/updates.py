@@ -11,7 +11,7 @@ def due(program: Program, state: State, units: frozenset[int], ops: list[Op]) ->
     deadline first]."""
     ops += [Op(Kind.DUE, Lane.COMPUTE, unit) for unit in sorted(units)]
     state = state.but(pending=state.pending | units)
-    for unit in sorted(units):
+    for unit in sorted(units, key=lambda unit: deadline(state, unit)) if program.piped else ():
         state = ahead(program, state, unit, ops)
     return state
 

@@ -5,7 +5,8 @@ optimizer.py  the optimizer that the user gets back
 hooks.py      every hook there is: module calls, autograd nodes, gradients, state dicts
 residency.py  which units are open and which may not leave; door.py: closed and open parameters; copies.py: state dicts
 generation.py one gradient; gradients.py: all of them; gradient_bytes.py: where their bytes are; passing.py: their ops;
-              handle.py: the light tensor that stands in `p.grad`; scaling.py: the loss scale of fp16
+              rooms.py: their device memory; handle.py: the light tensor that stands in `p.grad`; scaling.py: the
+              loss scale of fp16
 ranks.py      agrees with other ranks on what is next; rounds.py: the end of backward passes and steps; reduction.py,
               reduced.py: gradients averaged over ranks; collect.py: what is divided, whole; buffers.py: theirs
 updates.py    updates that are due; kernel_update.py by our own rules, own_update.py by the user's optimizer

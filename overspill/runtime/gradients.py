@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from overspill.errors import ModelError, StateError
-from overspill.program import Grad
+from overspill.program import Grad, Lane
 from overspill.runtime.executor import Executor
 from overspill.runtime.generation import NARROW, Change, Generation, full_dtype
 from overspill.runtime.gradient_bytes import GradientBytes
 from overspill.runtime.passing import Passing
 from overspill.runtime.reduced import Reduced
 from overspill.runtime.reduction import Reduction
+from overspill.runtime.rooms import Rooms
 from overspill.units.unit import Unit
 
 
@@ -38,6 +39,8 @@ class Gradients:
         if reduction is not None:
             self.passing.reduced = reduction.let_go
         self._lent: weakref.WeakSet[Generation] = weakref.WeakSet()
+        ours = reduction is None and executor.program.update_lane == Lane.UPDATE
+        self._rooms = Rooms(units, self._device) if ours else None
         self.factor: Tensor | None = None
         """What undoes the scale of the gradients that autograd makes now; None where they are not scaled."""
 
@@ -60,6 +63,8 @@ class Gradients:
         if factor is not None and value.dtype == full_dtype(spec):
             value, factor = value * factor, None
         generation = Generation(unit, param, spec, value, factor)
+        if self._rooms is not None and self.bytes.home(unit, param) is None:
+            self._rooms.move_in(generation)
         self.send_home(generation)
         return generation
 

@@ -57,10 +57,8 @@ class UnitWork:
     deadline: int
     waits: list[Ticket]
     """What must be over before: that its gradients are computed, above all."""
-    left: deque[Page]
+    left: list[Page]
     """Pages that are to be updated."""
-    unfetched: deque[Page]
-    """Those of them that may not be there yet."""
     future: Future[torch.cuda.Event | None] = field(default_factory=Future)
     """Of the last page's update, when it is handed out."""
     hurried: bool = False
@@ -105,7 +103,7 @@ class Pager:
     def submit(self, unit: int, waits: Sequence[Ticket]) -> Ticket:
         """Update a unit; the ticket is ready when its last page is handed out."""
         pages = self._passage.pages_of(unit)
-        work = UnitWork(unit, deadline(self._executor.state, unit), list(waits), deque(pages), deque(pages))
+        work = UnitWork(unit, deadline(self._executor.state, unit), list(waits), pages)
         with self._lock:
             if self._closed:
                 work.future.set_exception(self._reason())
@@ -185,17 +183,17 @@ class Pager:
         with self._lock:
             works, submitted = tuple(self._works), self._submitted
         ready = sorted((w for w in works if w.ready), key=_urgency)
+        # What came first is computed first.
         unready = [w for w in works if w.waits]
-        works = (*ready, *sorted(unready, key=_urgency))
+        works = (*ready, *unready)
         if self._fetch(works, submitted) | self._update(ready) or self._passage.wait():
             return True
         if ready:
             # Nothing is on its way. If no slot became free just now, pages that cannot be updated yet have them all.
             if not self._passage.has_free_slot():
-                self._give_way(works)
+                self._passage.give_up(ready[0].unit)
             return True
         for work in unready[:1]:
-            # What came first is computed first.
             work.waits[0].finish()
         return bool(unready)
 
@@ -204,8 +202,10 @@ class Pager:
         if self._passage.coming() >= QUEUED:
             return False
         for work in works:
-            if _is_left(self._passage, work.unfetched):
-                return self._fetch_first(work.unfetched)
+            # No more of them are there than the ring has slots, so this is short.
+            page = next((page for page in work.left if not self._passage.has(page)), None)
+            if page is not None:
+                return self._passage.fetch(page)
         state = self._executor.state
         if not state.training or self._clears or not self._passage.has_free_slot():
             return False
@@ -213,26 +213,10 @@ class Pager:
             at_hand = {work.unit for work in works}
             units = [unit for unit in next_updates(self._executor.program, state) if unit not in at_hand]
             self._later = submitted, deque(page for unit in units for page in self._passage.pages_of(unit))
-        return _is_left(self._passage, self._later[1]) and self._fetch_first(self._later[1])
-
-    def _fetch_first(self, pages: deque[Page]) -> bool:
-        fetched = self._passage.fetch(pages[0])
-        if fetched:
-            pages.popleft()
-        return fetched
-
-    def _give_way(self, works: Sequence[UnitWork]) -> None:
-        """The first of these gets a slot from a page that is needed later; unless it was one of its own that left its
-        slot, because that was too small."""
-        first = works[0]
-        missing = deque(page for page in first.left if not self._passage.has(page))
-        if len(missing) > len(first.unfetched):
-            first.unfetched = missing
-            return
-        page = self._passage.give_up(first.unit)
-        for work in works[1:]:
-            if page[0] == work.unit:
-                work.unfetched = deque(work.left)
+        later = self._later[1]
+        while later and self._passage.has(later[0]):
+            later.popleft()
+        return bool(later) and self._passage.fetch(later.popleft())
 
     def _update(self, ready: Sequence[UnitWork]) -> bool:
         """Update the next page that is there."""
@@ -252,13 +236,6 @@ class Pager:
                 work.future.set_result(event)
             return True
         return False
-
-
-def _is_left(passage: Passage, pages: deque[Page]) -> bool:
-    """Whether one of these is not there; those in front of it are taken off."""
-    while pages and passage.has(pages[0]):
-        pages.popleft()
-    return bool(pages)
 
 
 def _urgency(work: UnitWork) -> tuple[bool, int]:

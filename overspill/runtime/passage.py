@@ -134,12 +134,11 @@ class Passage:
             _finish(event)
         return bool(events)
 
-    def give_up(self, unit: int) -> Page:
+    def give_up(self, unit: int) -> None:
         """Free the slot of the page that was fetched last, but for those of this unit."""
         page = next((page for page in reversed(self._there) if page[0] != unit), None)
         assert page is not None, f"an update of unit {unit} cannot go on"
         self._drop(page)
-        return page
 
     def clear(self) -> None:
         """Forget what was fetched for updates that are not due. All others are home."""

@@ -13,7 +13,7 @@ import overspill
 from overspill import replanning
 from overspill.errors import OptionError, StateError
 from overspill.program import Kind
-from overspill.runtime import parts
+from overspill.runtime import parts, rooms
 from overspill.runtime.measures import Measures
 from tests import small
 from tests.both import adamw, losses
@@ -27,8 +27,9 @@ HOMES = {**PLACES, "states": {"weight": "device", "grad": "device", "state": "ho
 
 @pytest.fixture(params=[True, False], ids=["ahead", "on demand"])
 def paged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Whether pages are updated ahead of their use."""
+    """Whether pages are updated ahead of their use, and gradients lie in one piece, as on a GPU."""
     monkeypatch.setattr(parts, "PAGED", {"cpu"} if request.param else set())
+    monkeypatch.setattr(rooms, "PIECES", {"cpu"} if request.param else set())
     return request.param
 
 
