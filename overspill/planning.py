@@ -20,7 +20,7 @@ from overspill.kernels.reference import Rule, rule_of
 from overspill.plan.plan import Plan
 from overspill.plan.solver import Request, finish, improve, page_sizes, solve
 from overspill.runtime import parts
-from overspill.specs import ROLES, Budget, Limits, ModelSpec, Placement, Sharding, StateFormat, human
+from overspill.specs import ROLES, Activations, Budget, Limits, ModelSpec, Placement, Sharding, StateFormat, human
 from overspill.tiers import (
     device_available,
     disk_free,
@@ -218,7 +218,7 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
     return Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, place, copied_norms=cpu, paged=paged)
 
 
-def improved(made: Plan, laid_out: Layout, how: tuple[Options, Ground, Forms], activations: int) -> Plan | None:
+def improved(made: Plan, laid_out: Layout, how: tuple[Options, Ground, Forms], activations: Activations) -> Plan | None:
     """The plan anew, now that activations are known: with more on the device, if there is room."""
     chosen, ground, forms = how
     request = _request(laid_out, chosen, (ground, made.budget, made.page_bytes), forms)

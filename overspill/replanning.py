@@ -7,14 +7,14 @@ from overspill.config import Options
 from overspill.plan.plan import Plan
 from overspill.planning import Ground, forms_of, improved
 from overspill.runtime.engine import Engine
-from overspill.specs import ROLES, MiB, human
+from overspill.specs import ROLES, Activations, MiB, human
 
 log = logging.getLogger("overspill")
 
 MARGIN = 256 * MiB
-MARGIN_SHARE = 0.06
+MARGIN_SHARE = 0.04
 """Of the device budget: what is kept free beside what activations were seen to take, because steps are not all alike
-and torch's allocator cannot use every hole."""
+and torch's allocator cannot use every hole; twice that where it had to look for holes already."""
 
 
 class CurrentPlan:
@@ -35,20 +35,22 @@ def watch(engine: Engine, held: CurrentPlan, how: tuple[Options, Ground]) -> Non
     layout, optimizer = engine.parts.layout, engine.parts.optimizer
     forms = forms_of(optimizer, chosen, ground.sharding(held.plan.model.sharding.zero, optimizer))
 
-    def measured(activations: int) -> bool:
+    def measured(seen: Activations) -> bool:
         """Whether it is worth while to measure again."""
-        margin = max(MARGIN, int(MARGIN_SHARE * held.plan.budget.device))
-        found = improved(held.plan, layout, (chosen, ground, forms), activations + margin)
+        shares = MARGIN_SHARE * (2 if engine.measures.pressed else 1)
+        margin = max(MARGIN, int(shares * held.plan.budget.device))
+        kept = Activations(seen.before + margin, seen.after + margin)
+        found, most = improved(held.plan, layout, (chosen, ground, forms), kept), max(seen.before, seen.after)
         if found is None:
-            log.info("activations took %s; the plan stays as it is", human(activations))
+            log.info("activations took %s; the plan stays as it is", human(most))
             return False
         move_in(engine, found)
         moved = _owned(found) - _owned(held.plan)
-        log.info("activations took %s, so %s more live on the device now\n%s", human(activations), human(moved), found)
+        log.info("activations took %s, so %s more live on the device now\n%s", human(most), human(moved), found)
         held.plan = found
-        # Activations are at their most before most gradients are there, so that was less than there is room for.
         return True
 
+    engine.measures.begin()
     engine.when_measured = measured
 
 
@@ -80,4 +82,5 @@ def move_in(engine: Engine, plan: Plan) -> None:
             executor.state = executor.state.but(here=here, **kept)
     if executor.pager is not None:
         executor.pager.lengthen(plan.limits.depth)
-    engine.parts.planned.owned, engine.parts.planned.peak = _owned(plan), plan.peak("device")
+    planned = engine.parts.planned
+    planned.owned, planned.peak, planned.grads = _owned(plan), plan.peak("device"), plan.bytes_of("device", "grad")

@@ -213,7 +213,12 @@ def build_engine(
         buffers=buffers,
         dtype=DTYPES[chosen.precision],
         budget=made.budget,
-        planned=Planned(made.peak("device") - activations, made.peak("device"), held.others if held is not None else 0),
+        planned=Planned(
+            owned=made.peak("device") - activations,
+            peak=made.peak("device"),
+            grads=made.bytes_of("device", "grad"),
+            others=held.others if held is not None else 0,
+        ),
         tiers=tiers,
         scale=scale,
         made=built,

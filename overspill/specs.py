@@ -308,6 +308,21 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
+class Activations:
+    """What they were seen to take at most. They are often at their most before there are gradients, whose room they
+    may have until then."""
+
+    before: int
+    """Until the first gradient of a step: beyond what lives on the device without gradients."""
+    after: int
+    """From then on: beyond all that lives there."""
+
+    def beside(self, grads: int) -> int:
+        """What they take beyond all that lives there, if so many bytes of that are gradients."""
+        return max(self.before - grads, self.after, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """How much the program may hold on the device beyond what lives there."""
 

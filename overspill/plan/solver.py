@@ -20,6 +20,7 @@ from overspill.specs import (
     KERNEL_PIECE,
     ROLES,
     TIERS,
+    Activations,
     Budget,
     KiB,
     Limits,
@@ -47,9 +48,9 @@ KERNEL_WORKSPACE = 10
 NVME_BLOCK = 4096
 STAGING = (128 * KiB, 8 * MiB)
 PAGE = (64 * KiB, 128 * MiB)
-DEPTHS = (6, 4, 3, 2)
-"""Slots of the ring: one that comes, one that is updated, one that goes, and more for whoever hands the next one out
-too late."""
+DEPTHS = (4, 3, 2)
+"""Slots of the ring: one that comes, one that is updated, one that goes, and one for whoever hands the next one out too
+late."""
 LEAN = Placement("host", "host", "host")
 
 
@@ -77,7 +78,7 @@ class Request:
     """Whether the norm of a 16-bit gradient takes an fp32 copy of it, as torch does without a GPU."""
     paged: bool = False
     """Whether pages are fetched ahead of the step, as they are on a GPU."""
-    activations: int | None = None
+    activations: Activations | None = None
     """What they were seen to take, with a margin; None: not known yet."""
 
 
@@ -99,10 +100,10 @@ def _largest(model: ModelSpec) -> int:
     return max(u.weight_bytes for u in model.units)
 
 
-def _activations(request: Request, needed: int) -> int:
-    """See Note [Room for activations]."""
+def _activations(request: Request, needed: int, grads: int = 0) -> int:
+    """See Note [Room for activations]. `grads`: what of `needed` are gradients."""
     if request.activations is not None:
-        return max(request.activations, _largest(request.model))
+        return max(request.activations.beside(grads), _largest(request.model))
     room = request.budget.device - needed
     return max(_largest(request.model), min(request.budget.device // 2, room))
 
@@ -248,14 +249,20 @@ def improve(request: Request, made: Plan) -> Plan | None:
     no room for more."""
     assert request.activations is not None, "only when activations are known"
     owned = sum(line.nbytes for line in _device_lines(request, made.placements, made.limits))
-    room, placements = request.budget.device - owned - _activations(request, owned), list(made.placements)
+    grads = _on(request.model, made.placements, "grad", "device")
+    # Before and after the first gradient of a step: gradients take room only of the latter.
+    seen, largest = request.activations, _largest(request.model)
+    before = request.budget.device - (owned - grads) - max(seen.before, largest)
+    after = request.budget.device - owned - max(seen.after, largest)
+    placements = list(made.placements)
     for role in ROLES:
         for index, unit in enumerate(request.model.units):
-            taken = unit.role_bytes(role)
+            taken, room = unit.role_bytes(role), after if role == "grad" else min(before, after)
             if placements[index].of(role) != "device" and taken and taken <= room:
                 placements[index] = replace(placements[index], **{role: "device"})  # type: ignore[arg-type]
-                room -= taken
-    limits = _with_slots(request, tuple(placements), made.limits, room)
+                after -= taken
+                before -= taken if role != "grad" else 0
+    limits = _with_slots(request, tuple(placements), made.limits, min(before, after))
     if tuple(placements) == made.placements and limits == made.limits:
         return None
     return finish(request, tuple(placements), limits)
@@ -296,7 +303,8 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
     model, budget = request.model, request.budget
     lines = _device_lines(request, placements, limits)
     owned = sum(line.nbytes for line in lines)
-    lines.append(Line("device", "activations", min(_activations(request, owned), budget.device - owned)))
+    activations = _activations(request, owned, _on(model, placements, "grad", "device"))
+    lines.append(Line("device", "activations", min(activations, budget.device - owned)))
     uses_nvme = any(p.of(role) == "nvme" for p in placements for role in ROLES)
     staging = _staging_bytes(budget.host) if uses_nvme else 0
     elsewhere: tuple[TierName, ...] = ("host", "nvme")

@@ -24,6 +24,7 @@ from overspill.runtime.residency import Residency
 from overspill.runtime.rounds import Rounds
 from overspill.runtime.steps import Steps
 from overspill.runtime.watch import ShapeWatch
+from overspill.specs import Activations
 from overspill.units.local import local_of, part_for, wrapped
 
 
@@ -42,7 +43,7 @@ class Engine:
         trained = [weakref.ref(p) for unit in self.units for p in unit.params if p.requires_grad]
         parts.made.grads.bytes.current = lambda: [g for ref in trained if (g := gradient_of(ref())) is not None]
         self.measures = Measures(parts.executor, parts.planned)
-        self.when_measured: Callable[[int], bool] | None = None
+        self.when_measured: Callable[[Activations], bool] | None = None
         """Called with what activations were seen to take, at a moment when another plan may come into force; says
         whether to measure again."""
         self.steps = Steps(self.units, parts, self.residency)
@@ -94,10 +95,11 @@ class Engine:
         seen, current = self.measures.activations(), self.parts.made.grads.bytes.current
         if seen is None or self.when_measured is None or any(not g.zero for g in current()):
             return
-        if not self.measures.pressed and self.when_measured(seen):
-            self.measures.measure_again()
+        if self.when_measured(seen):
+            self.measures.begin()
         else:
             self.when_measured = None
+            self.measures.end()
 
     def end(self, output: Any) -> Any:
         """The root's call is over; what it gives is handed out."""
@@ -105,6 +107,7 @@ class Engine:
 
     def arrived(self, unit: int, param: int) -> None:
         """Autograd accumulated into `p.grad`: a new gradient becomes a generation; a handle has taken it already."""
+        self.measures.gradient_came()
         p = self.units[unit].params[param]
         gradient, own = p.grad, self.residency.own_grads.get((unit, param))
         handed = gradient is not None and isinstance(local_of(gradient), GradHandle)

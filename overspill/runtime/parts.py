@@ -69,6 +69,8 @@ class Planned:
     """Without activations."""
     peak: int
     """With them."""
+    grads: int
+    """Of what is owned: gradients."""
     others: int = 0
     """What else the process has there."""
 

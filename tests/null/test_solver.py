@@ -7,8 +7,8 @@ import pytest
 
 from overspill.errors import BudgetError
 from overspill.plan.plan import Plan
-from overspill.plan.solver import Request, page_sizes, solve
-from overspill.specs import ROLES, Budget, GiB, KiB, MiB, ModelSpec
+from overspill.plan.solver import Request, improve, page_sizes, solve
+from overspill.specs import ROLES, Activations, Budget, GiB, KiB, MiB, ModelSpec
 from tests.null.test_program import unit
 
 
@@ -70,6 +70,46 @@ def test_more_device_memory_takes_weights_then_gradients_then_states() -> None:
     assert seen[0] == (0, 0, 0) and seen[-1] == (4, 4, 4)
     assert all(grads == 0 or weights == 4 for weights, grads, _ in seen)
     assert all(states == 0 or grads == 4 for _, grads, states in seen)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_plan_that_knows_activations_holds_before_and_after_gradients(seed: int) -> None:
+    rng = random.Random(seed)
+    spec = model([rng.randint(1, 40000) for _ in range(rng.randint(1, 8))])
+    total = sum(spec.role_bytes(role) for role in ROLES)
+    budget = Budget(smallest(spec) + rng.randrange(total), GiB, 0)
+    made = solve(Request(spec, budget, {}, 64 * KiB))
+    seen = Activations(rng.randrange(1, total), rng.randrange(1, total))
+    better = improve(Request(spec, budget, {}, 64 * KiB, activations=seen), made)
+    if better is None:
+        return
+    grads = better.bytes_of("device", "grad")
+    owned = better.peak("device") - better.bytes_of("device", "activations")
+    was = made.peak("device") - made.bytes_of("device", "activations")
+    for more, now, then in (
+        (seen.before, owned - grads, was - made.bytes_of("device", "grad")),
+        (seen.after, owned, was),
+    ):
+        assert now + more <= budget.device or now == then, "what is too much already gets no more"
+    assert better.peak("device") <= budget.device
+    moved = [(p.of(r), q.of(r)) for p, q in zip(made.placements, better.placements, strict=True) for r in ROLES]
+    assert all(now in (before, "device") for before, now in moved)
+
+
+def test_gradients_take_the_room_that_activations_leave() -> None:
+    """Activations that are gone when gradients come have the same room."""
+    spec = model([10000] * 4)
+    grads, least = spec.role_bytes("grad"), smallest(spec)
+    budget = Budget(least + spec.role_bytes("weight") + grads, GiB, 0)
+    made = solve(Request(spec, budget, {}, 64 * KiB))
+    assert made.bytes_of("device", "grad") == 0
+    owned = made.peak("device") - made.bytes_of("device", "activations")
+    room = budget.device - owned
+    together, apart = Activations(room, room), Activations(room, room - grads)
+    assert improve(Request(spec, budget, {}, 64 * KiB, activations=together), made) is None
+    better = improve(Request(spec, budget, {}, 64 * KiB, activations=apart), made)
+    assert better is not None and better.bytes_of("device", "grad") > grads // 2
+    assert better.bytes_of("device", "weight") == made.bytes_of("device", "weight")
 
 
 def test_what_the_host_cannot_hold_goes_to_nvme() -> None:
