@@ -90,7 +90,7 @@ def test_a_plan_that_knows_activations_holds_before_and_after_gradients(seed: in
         (seen.before, owned - grads, was - made.bytes_of("device", "grad")),
         (seen.after, owned, was),
     ):
-        assert now + more <= budget.device or now == then, "what is too much already gets no more"
+        assert now + more <= budget.device or now <= then, "what is too much already gets no more"
     assert better.peak("device") <= budget.device
     moved = [(p.of(r), q.of(r)) for p, q in zip(made.placements, better.placements, strict=True) for r in ROLES]
     assert all(now in (before, "device") for before, now in moved)
