@@ -12,7 +12,7 @@ from overspill.specs import ROLES, Activations, MiB, human
 log = logging.getLogger("overspill")
 
 MARGIN = 256 * MiB
-MARGIN_SHARE = 0.04
+MARGIN_SHARE = 0.06
 """Of the device budget: what is kept free beside what activations were seen to take, because steps are not all alike
 and torch's allocator cannot use every hole; twice that where it had to look for holes already."""
 

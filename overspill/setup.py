@@ -188,9 +188,11 @@ def build_engine(
     share_one_heap(device)
     own = sum(local_of(t).nbytes for t in (*model.parameters(), *model.buffers()) if t.device == device)
     there = torch.cuda.memory_allocated(device) - own if pin else 0
+    owned = made.peak("device") - made.bytes_of("device", "activations")
+    planned = Planned(owned, made.peak("device"), made.bytes_of("device", "grad"))
     with ExitStack() as undo:
         tiers = _tiers(model, made, paths, pin, undo)
-        extend = _Extend(made, paths, tiers, pin)
+        extend = _Extend(made, planned, paths, tiers, pin)
         source = source_of(model, chosen.weights, device, comm)
         materials = Materials(device, optimizer, update_rule(optimizer, chosen), source, extend, comm)
         program = dataclasses.replace(made.program, eager=chosen.update == "eager")
@@ -206,19 +208,14 @@ def build_engine(
     scale = LossScale(device) if chosen.precision == "fp16" else None
     if scale is not None:
         built.grads.factor, built.masters.factor = scale.factor, lambda: scale.factor
-    activations = made.bytes_of("device", "activations")
     held = HeldBudget(device, made.budget.device, there) if pin else None
+    planned.others = held.others if held is not None else 0
     parts = Parts(
         layout=laid_out,
         buffers=buffers,
         dtype=DTYPES[chosen.precision],
         budget=made.budget,
-        planned=Planned(
-            owned=made.peak("device") - activations,
-            peak=made.peak("device"),
-            grads=made.bytes_of("device", "grad"),
-            others=held.others if held is not None else 0,
-        ),
+        planned=planned,
         tiers=tiers,
         scale=scale,
         made=built,
@@ -232,8 +229,11 @@ def build_engine(
 class _Extend:
     """Makes more room on a tier than the plan has, within its budget."""
 
-    def __init__(self, made: Plan, paths: list[tuple[Path, int | None]], tiers: Tiers, pin: bool) -> None:
+    def __init__(
+        self, made: Plan, planned: Planned, paths: list[tuple[Path, int | None]], tiers: Tiers, pin: bool
+    ) -> None:
         self._made = made
+        self._planned = planned
         self._paths = paths
         self._tiers = tiers
         self._pin = pin
@@ -242,8 +242,7 @@ class _Extend:
         budget, peak = getattr(self._made.budget, tier), self._made.peak(tier)
         if tier == "device":
             # Activations may take less than is kept free for them, but never less than the largest unit.
-            largest = max(u.weight_bytes for u in self._made.model.units)
-            peak -= max(0, self._made.bytes_of("device", "activations") - largest)
+            peak = self._planned.owned + max(u.weight_bytes for u in self._made.model.units)
         if peak + nbytes > budget:
             raise BudgetError(
                 f"expected one backward pass per step, for which the plan has room, found a second one: its sums take "

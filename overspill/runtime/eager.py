@@ -2,11 +2,13 @@
 
 Nothing may change a gradient between that moment and `step()`, so there is no clipping by a norm of all. And somebody
 must say which backward pass is the last before `step()`: all are, but those inside of `no_sync()`. What would be
-silently different from a plain loop is refused.
+silently different from a plain loop is refused: another learning rate at `step()`, and any look at weights or states
+before it, of which some are new already.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -14,10 +16,20 @@ from torch import nn
 from overspill.errors import StateError
 from overspill.runtime.generation import Generation
 from overspill.runtime.handle import gradient_of
+from overspill.runtime.updates import same_values, snapshot
 from overspill.units.unit import Unit
 
-Take = Callable[[int, list[dict[str, Any]]], None]
-"""(unit, groups with the unit's own parameters): its update is due."""
+Take = Callable[[int, list[dict[str, Any]]], bool]
+"""(unit, groups with the unit's own parameters): its update is due, if that is possible now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What an update that has begun took."""
+
+    gradients: list[tuple[nn.Parameter, Generation]]
+    hypers: dict[int, dict[str, Any]]
+    """By group."""
 
 
 class Eager:
@@ -37,7 +49,7 @@ class Eager:
             for unit, params in own.items():
                 self._members.setdefault(unit, []).append((g, params))
         self._missing: dict[int, set[int]] = {}
-        self._taken: dict[int, list[tuple[nn.Parameter, Generation]]] = {}
+        self._taken: dict[int, _Begun] = {}
         self._held = 0
         """How many `no_sync` contexts are open."""
 
@@ -48,6 +60,17 @@ class Eager:
             yield
         finally:
             self._held -= 1
+
+    def check(self, units: Iterable[int] | None = None) -> None:
+        """Refuse a look at units whose updates have begun before the step that they belong to; None: at any unit."""
+        found = next((u for u in (self._taken if units is None else units) if u in self._taken), None)
+        if found is not None:
+            raise StateError(
+                "expected step() before the model, its states or a checkpoint are used with update='eager', found a "
+                f"use of {self._units[found].spec.name!r}, whose update began in the backward pass; call step() first; "
+                "put backward passes that are not the last before it into `with model.no_sync():`; or use "
+                "update='lazy'"
+            )
 
     def arrived(self, unit: int, param: int) -> None:
         """A gradient is there, with all that this backward pass adds to it."""
@@ -78,21 +101,31 @@ class Eager:
         if len(found) < len(params):
             # Some are tensors of the user's own, which may still be written to: with the step, as in lazy.
             return
-        self._taken[unit] = found
-        self._take(unit, [{**self._groups[g], "params": own} for g, own in self._members[unit]])
-        for _, generation in found:
-            generation.spent = True
+        if self._take(unit, [{**self._groups[g], "params": own} for g, own in self._members[unit]]):
+            self._taken[unit] = _Begun(found, {g: snapshot(self._groups[g]) for g, _ in self._members[unit]})
+            for _, generation in found:
+                generation.spent = True
 
     def step(self) -> frozenset[int]:
-        """The units whose updates have begun; their gradients must still be those."""
-        for found in self._taken.values():
-            for p, generation in found:
+        """The units whose updates have begun; their gradients and hyperparameters must still be those."""
+        for begun in self._taken.values():
+            for g, hypers in begun.hypers.items():
+                if not same_values(hypers, snapshot(self._groups[g])):
+                    raise StateError(
+                        "expected learning rates and other hyperparameters to change after step() with "
+                        f"update='eager', found those of group {g} changed between backward and step(): updates have "
+                        "begun with the old ones; change them after step(), or use update='lazy'"
+                    )
+            for p, generation in begun.gradients:
                 if gradient_of(p) is not generation:
                     raise StateError(
                         "expected gradients to be left alone between backward and step() with update='eager', found "
                         f"that of {generation.spec.name!r} replaced: its update has begun with the old one; use "
                         "update='lazy'"
                     )
+        for begun in self._taken.values():
+            for _, generation in begun.gradients:
+                generation.spent = False
         taken = frozenset(self._taken)
         self._taken.clear()
         self._missing.clear()

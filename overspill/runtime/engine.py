@@ -145,13 +145,19 @@ class Engine:
         """Begin updates in backward from now on. See eager.py."""
         itself = weakref.proxy(self)
 
-        def take(unit: int, own: list[dict[str, Any]]) -> None:
+        def take(unit: int, own: list[dict[str, Any]]) -> bool:
             if unit in itself.executor.state.pending:
                 itself._settle((unit,))
+            with itself.executor.views:
+                if _is_seen(itself, unit):
+                    # Whoever holds views of weights would see them before their step.
+                    return False
             itself.parts.made.updates.put(unit, tuple(itself.steps.jobs(own)[unit]))
             itself.executor(Due(frozenset((unit,))))
+            return True
 
         self.eager = Eager(self.units, groups, take)
+        self.residency.check_use = self.eager.check
 
     @_disable_dynamo
     def step(self, groups: list[dict[str, Any]]) -> None:
@@ -179,7 +185,7 @@ class Engine:
         self.executor(Step(frozenset(jobs), self.residency.held()))
         self.residency.forget()
         with self.executor.views:
-            seen = tuple(u for u in jobs if self.residency.full or (self.units[u].viewed and self.units[u].here))
+            seen = tuple(u for u in (*jobs, *begun) if _is_seen(self, u))
         if seen:
             # Whoever holds views of weights, or has them all open, would see them before their update.
             self._settle(seen)
@@ -191,6 +197,8 @@ class Engine:
     def settle(self) -> None:
         """Finish pending updates, bring everything home, and wait until it is there."""
         self.check_open()
+        if self.eager is not None:
+            self.eager.check()
         self.residency.turns.take()
         self._settle()
         self.executor.finish()
@@ -218,6 +226,8 @@ class Engine:
     def close(self) -> None:
         """Give a plain model back: weights on the devices they came from, gradients in `p.grad`."""
         self.check_open()
+        if self.eager is not None:
+            self.eager.check()
         if self.rounds is not None:
             self.rounds.meet_to_close(-1)
         # Not `settle`: what is given back is never written home again, whoever holds views of it.
@@ -262,3 +272,8 @@ class Engine:
                 value = self.parts.made.grads.bytes.read(held.generation) if isinstance(held, GradHandle) else held
                 whole = torch.empty_strided(part.shape, part.stride(), dtype=p.dtype, device=p.device)
                 p.grad = wrapped(p, whole.copy_(value))
+
+
+def _is_seen(engine: Engine, unit: int) -> bool:
+    """Whether somebody may look at a unit's weights without asking for them."""
+    return engine.residency.full or (engine.units[unit].viewed and engine.units[unit].here)

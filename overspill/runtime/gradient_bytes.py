@@ -149,6 +149,11 @@ class GradientBytes:
             log.info("an old gradient of %s is still referred to: kept a copy in host memory", former.spec.name)
         self._owner[key] = weakref.ref(generation)
 
+    def is_at(self, generation: Generation) -> bool:
+        """Whether its bytes are at home, or on their way there."""
+        owner = self._owner.get((generation.unit, generation.param))
+        return owner is not None and owner() is generation
+
     def _load(self, generation: Generation) -> Tensor:
         home = self.home(generation.unit, generation.param)
         assert home is not None, f"the gradient of {generation.spec.name} has no bytes"

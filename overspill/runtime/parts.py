@@ -238,16 +238,18 @@ class _Wider:
             # For all gradients of the tier at once: they will all be summed.
             total = sum(align(self._bytes(p), BLOCK) for p in self._params(tier))
             self._extended[tier] = self._extend(tier, total)
-            self._ring.widen()
+            more = self._executor.program.limits.depth * self._ring.widen()
+            if more and tier != "device":
+                self._extend("device", more)
             log.warning(
                 "a second backward pass before step(): gradients are summed in fp32, for which %s more are taken on "
                 "%s; say micro_batches=2 (or how many there are) to prepare, so that the plan counts them",
                 human(total),
                 tier,
             )
-        more = self._extended[tier]
+        room = self._extended[tier]
         spec = self._executor.program.model.units[unit].params[param]
-        return None if more is None else (more, more.reserve(self._bytes(spec)))
+        return None if room is None else (room, room.reserve(self._bytes(spec)))
 
     def _bytes(self, p: ParamSpec) -> int:
         """Of a wide gradient, or of this rank's share of it."""

@@ -7,7 +7,7 @@ of the backward node that is running: recomputing its saved tensors may call oth
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +49,8 @@ class Residency:
         """What the running backward node, or the last one, asked for."""
         self.turns = Turns(self._depth)
         self.copies = Copies(self, parts)
+        self.check_use: Callable[[tuple[int, ...]], None] = lambda units: None
+        """Refuses uses of units that may not be used now."""
         self.own_grads: dict[tuple[int, int], weakref.ref[Tensor] | None] = {}
         """Tensors that the user put into `p.grad`: they stay there, and autograd adds to them, as in plain torch."""
         self._unswappable = [weakref.ref(p) for unit in self._units for p in unit.params]
@@ -87,6 +89,7 @@ class Residency:
 
     def need(self, units: tuple[int, ...], ahead: bool = True) -> None:
         self.turns.take()
+        self.check_use(units)
         self._last = units
         self._executor(Need(units, self.phase, self.held(), ahead))
 

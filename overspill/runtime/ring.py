@@ -35,9 +35,11 @@ class Ring:
                 self._fresh[slot] = torch.cuda.current_stream(self._device).record_event()
         return old
 
-    def widen(self) -> None:
-        """Gradients turned out to be wider than planned; slots grow as they are used, when nobody has them."""
-        self._nbytes = ring_slot_bytes(self._model, self._placements, wide=True)
+    def widen(self) -> int:
+        """Gradients turned out to be wider than planned; slots grow as they are used, when nobody has them. By how
+        much each."""
+        before, self._nbytes = self._nbytes, ring_slot_bytes(self._model, self._placements, wide=True)
+        return max(0, self._nbytes - before)
 
     def memory(self, page: Page) -> Tensor:
         return self._slots[self._pages[page]]

@@ -128,6 +128,17 @@ def snapshot(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
 
 
+def same_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two snapshots are alike."""
+    return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
 class Updates:
     """Pending updates of all units, and the ops that carry them out."""
 
@@ -200,7 +211,7 @@ class Updates:
         here = generation.value
         if generation.zero:
             return lambda: _copy(value, torch.zeros((), dtype=value.dtype, device=value.device))
-        if here is not None:
+        if here is not None and (home is None or not self._grads.bytes.is_at(generation)):
             return lambda: _copy(value, generation.part(here, part.begin, part.end))
         assert home is not None, f"the gradient of {generation.spec.name} has no bytes"
         at, item = (

@@ -166,9 +166,58 @@ def test_clipping_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_second_backward_is_refused(tmp_path: Path) -> None:
-    model, _ = ready(tmp_path)
-    with pytest.raises(StateError, match=r"one backward pass.*no_sync"):
-        next(iter(losses(model, 1))).backward()
+    model, _ = prepare("states", tmp_path, update="eager")
+    first, second = next(iter(losses(model, 1))), next(iter(losses(model, 1)))
+    first.backward()
+    # torch itself sees that weights are newer than the graph that needs them.
+    with pytest.raises(RuntimeError, match=r"no_sync|modified by an inplace operation"):
+        second.backward()
+
+
+USES = {
+    "forward": lambda model, optimizer: next(iter(losses(model, 1))),
+    "weights": lambda model, optimizer: next(model.parameters()).sum(),
+    "state dict": lambda model, optimizer: model.state_dict(),
+    "states": lambda model, optimizer: optimizer.state_dict(),
+    "close": lambda model, optimizer: overspill.close(model),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_use_between_backward_and_step_is_refused(use: str, paged: bool, tmp_path: Path) -> None:
+    """It would see weights that are new already."""
+    model, optimizer = ready(tmp_path)
+    with pytest.raises(StateError, match=r"call step\(\) first.*no_sync.*'lazy'"):
+        USES[use](model, optimizer)
+    optimizer.step()
+    USES[use](model, optimizer)
+
+
+def test_another_learning_rate_at_the_step_is_refused(tmp_path: Path) -> None:
+    _, optimizer = ready(tmp_path)
+    rate = optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] = 2 * rate
+    with pytest.raises(StateError, match=r"group 0 changed between backward and step\(\).*'lazy'"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.step()
+
+
+def test_views_see_a_step_when_it_is_taken(paged: bool, tmp_path: Path) -> None:
+    """An update of weights that somebody looks at begins with the step."""
+    model, optimizer = prepare("states", tmp_path, update="eager")
+    view = model.blocks[0].up.weight.data
+    before = view.clone()
+    next(iter(losses(model, 1))).backward()
+    assert torch.equal(view, before)
+    optimizer.step()
+    assert not torch.equal(view, before)
+
+
+def test_gradients_are_free_again_after_the_step(tmp_path: Path) -> None:
+    model, optimizer = ready(tmp_path)
+    optimizer.step()
+    next(model.parameters()).grad.mul_(2)
 
 
 def test_a_gradient_that_is_dropped_is_refused(tmp_path: Path) -> None:
