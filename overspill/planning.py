@@ -225,6 +225,14 @@ def improved(made: Plan, laid_out: Layout, how: tuple[Options, Ground, Forms], a
     return improve(dataclasses.replace(request, activations=activations), made)
 
 
+def rearranged(
+    made: Plan, laid_out: Layout, how: tuple[Options, Ground, Forms], placements: tuple[Placement, ...]
+) -> Plan:
+    """The plan with other homes, within the same limits."""
+    chosen, ground, forms = how
+    return finish(_request(laid_out, chosen, (ground, made.budget, made.page_bytes), forms), placements, made.limits)
+
+
 def _alike(one: ModelSpec, other: ModelSpec) -> bool:
     """Whether two specs are those of two ranks of one model."""
     shardings = [dataclasses.replace(spec.sharding, rank=0) for spec in (one, other)]

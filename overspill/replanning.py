@@ -1,13 +1,20 @@
-"""When more is known of activations: another plan, with more on the device. The runtime measures, this plans anew."""
+"""When more is known of activations: another plan, with more on the device. The runtime measures, this plans anew.
+
+Note [Longer inputs]: what moved in leaves less room for activations than the first plan kept for them, and a longer
+input than any before needs more. So before a call with one, if what is known says that it may not fit, the first plan
+comes back, and then all is measured again. How activations grow with the input nobody knows; at most with its square.
+"""
 
 import dataclasses
 import logging
+import weakref
+from typing import Protocol
 
 from overspill.config import Options
 from overspill.plan.plan import Plan
-from overspill.planning import Ground, forms_of, improved
+from overspill.planning import Ground, forms_of, improved, rearranged
 from overspill.runtime.engine import Engine
-from overspill.specs import ROLES, Activations, MiB, human
+from overspill.specs import ROLES, Activations, MiB, Role, human
 
 log = logging.getLogger("overspill")
 
@@ -15,6 +22,8 @@ MARGIN = 256 * MiB
 MARGIN_SHARE = 0.06
 """Of the device budget: what is kept free beside what activations were seen to take, because steps are not all alike
 and torch's allocator cannot use every hole; twice that where it had to look for holes already."""
+ALIKE = 0.9
+"""Inputs of at least this share of the longest tell what that takes."""
 
 
 class CurrentPlan:
@@ -29,58 +38,136 @@ def watch(engine: Engine, held: CurrentPlan, how: tuple[Options, Ground]) -> Non
     chosen, ground = how
     if chosen.place is not None or ground.comm is not None or not engine.measures.sees_activations:
         return
-    if all(p.of(role) == "device" for p in held.plan.placements for role in ROLES):
-        return
-    # What the user's optimizer would keep for each parameter is asked again, of the optimizer itself.
-    layout, optimizer = engine.parts.layout, engine.parts.optimizer
-    forms = forms_of(optimizer, chosen, ground.sharding(held.plan.model.sharding.zero, optimizer))
+    if not all(p.of(role) == "device" for p in held.plan.placements for role in ROLES):
+        engine.planner = Replanner(engine, held, how)
 
-    def measured(seen: Activations) -> bool:
-        """Whether it is worth while to measure again."""
-        shares = MARGIN_SHARE * (2 if engine.measures.pressed else 1)
-        margin = max(MARGIN, int(shares * held.plan.budget.device))
+
+class Replanner:
+    """Looks at every call of the model in training."""
+
+    def __init__(self, engine: Engine, held: CurrentPlan, how: tuple[Options, Ground]) -> None:
+        self._engine: Engine = weakref.proxy(engine)
+        self._held = held
+        self._first = held.plan
+        chosen, ground = how
+        # What the user's optimizer would keep for each parameter is asked again, of the optimizer itself.
+        optimizer = engine.parts.optimizer
+        forms = forms_of(optimizer, chosen, ground.sharding(held.plan.model.sharding.zero, optimizer))
+        self._how = (chosen, ground, forms)
+        self._longest = self._longest_now = 0
+        """Of all inputs; of those since measuring began."""
+        self._known: Activations | None = None
+        """What the longest took, as far as that is known."""
+        self._done = False
+
+    def called(self, size: int) -> None:
+        """The model is called with an input of this size, to train."""
+        gradients = any(not g.zero for g in self._engine.parts.made.grads.bytes.current())
+        if size > self._longest:
+            if not self._fits(size):
+                self._go_back(gradients)
+            self._longest, self._known, self._done = size, None, False
+            self._measure()
+        self._longest_now = max(self._longest_now, size)
+        seen = None if self._done or gradients else self._engine.measures.activations()
+        if seen is None:
+            return
+        if self._longest_now >= ALIKE * self._longest:
+            self._known = seen
+            self._done = not self._improve(seen)
+        if not self._done:
+            self._measure()
+        else:
+            self._engine.measures.end()
+
+    def _measure(self) -> None:
+        self._longest_now = 0
+        self._engine.measures.begin()
+
+    def _margin(self) -> int:
+        shares = MARGIN_SHARE * (2 if self._engine.measures.pressed else 1)
+        return max(MARGIN, int(shares * self._held.plan.budget.device))
+
+    def _fits(self, size: int) -> bool:
+        """Whether there is room for what an input may take. See Note [Longer inputs]."""
+        if self._held.plan is self._first:
+            return True
+        if self._known is None:
+            return False
+        plan, grown = self._held.plan, (size / self._longest) ** 2
+        grads = plan.bytes_of("device", "grad")
+        known = Activations(int(self._known.before * grown), int(self._known.after * grown))
+        return _owned(plan) + known.beside(grads) <= plan.budget.device
+
+    def _go_back(self, gradients: bool) -> None:
+        """What moved in moves out again, but for the homes of gradients, while there are some."""
+        now, first = self._held.plan, self._first
+        if gradients:
+            pairs = zip(first.placements, now.placements, strict=True)
+            placements = tuple(dataclasses.replace(then, grad=p.grad) for then, p in pairs)
+            first = rearranged(first, self._engine.parts.layout, self._how, placements)
+        less = human(_owned(now) - _owned(first))
+        log.info("a longer input than any before: %s leave the device until it is known what it takes", less)
+        come_into_force(self._engine, first)
+        self._held.plan = first
+
+    def _improve(self, seen: Activations) -> bool:
+        """Whether there was room for more."""
+        now, margin = self._held.plan, self._margin()
         kept = Activations(seen.before + margin, seen.after + margin)
-        found, most = improved(held.plan, layout, (chosen, ground, forms), kept), max(seen.before, seen.after)
+        found, most = improved(now, self._engine.parts.layout, self._how, kept), max(seen.before, seen.after)
         if found is None:
             log.info("activations took %s; the plan stays as it is", human(most))
             return False
-        move_in(engine, found)
-        moved = _owned(found) - _owned(held.plan)
-        log.info("activations took %s, so %s more live on the device now\n%s", human(most), human(moved), found)
-        held.plan = found
+        come_into_force(self._engine, found)
+        more = human(_owned(found) - _owned(now))
+        log.info("activations took %s, so %s more live on the device now\n%s", human(most), more, found)
+        self._held.plan = found
         return True
 
-    engine.measures.begin()
-    engine.when_measured = measured
+
+class _Homes(Protocol):
+    def move_in(self, unit: int) -> None: ...
+    def move_out(self, unit: int) -> None: ...
 
 
 def _owned(plan: Plan) -> int:
     return plan.peak("device") - plan.bytes_of("device", "activations")
 
 
-def move_in(engine: Engine, plan: Plan) -> None:
-    """Another plan comes into force: what there is room for after all moves to the device, unit by unit."""
+def come_into_force(engine: Engine, plan: Plan) -> None:
+    """Another plan holds from now on: what it has on the device moves in, the rest moves out, unit by unit."""
     engine.settle()
     executor, made = engine.executor, engine.parts.made
+    roles: dict[Role, _Homes] = {"weight": made.weights, "state": made.pages, "grad": made.grads.bytes}
     for unit, now in enumerate(plan.placements):
         before = executor.program.placements[unit]
-        if before.weight != now.weight:
+        if before.weight != now.weight and now.weight == "device":
             engine.residency.need((unit,), ahead=False)
-            made.weights.settle_down(unit)
-        if before.state != now.state:
-            made.pages.settle_down(unit)
-        if before.grad != now.grad:
-            made.grads.bytes.settle_down(unit)
-        placements = (*plan.placements[: unit + 1], *executor.program.placements[unit + 1 :])
-        with executor.lock:
-            limits = plan.limits if executor.pager is not None else executor.program.limits
-            executor.program = dataclasses.replace(executor.program, placements=placements, limits=limits)
-            stay = {unit} if now.weight == "device" else set()
-            here = tuple(u for u in executor.state.here if u not in stay)
-            # What lives here is never written home again, whoever holds views of it.
-            kept = {"changed": executor.state.changed - stay, "pinned": executor.state.pinned - stay}
-            executor.state = executor.state.but(here=here, **kept)
+        for role, homes in roles.items():
+            if before.of(role) != now.of(role):
+                (homes.move_in if now.of(role) == "device" else homes.move_out)(unit)
+        _place(engine, unit, plan)
     if executor.pager is not None:
-        executor.pager.lengthen(plan.limits.depth)
+        executor.pager.resize(plan.limits.depth)
+    # What lives elsewhere again leaves.
+    engine.settle()
     planned = engine.parts.planned
     planned.owned, planned.peak, planned.grads = _owned(plan), plan.peak("device"), plan.bytes_of("device", "grad")
+
+
+def _place(engine: Engine, unit: int, plan: Plan) -> None:
+    """Tell the program where a unit lives."""
+    executor = engine.executor
+    with executor.lock:
+        program, state = executor.program, executor.state
+        placements = (*plan.placements[: unit + 1], *program.placements[unit + 1 :])
+        limits = plan.limits if executor.pager is not None else program.limits
+        was, now = program.placements[unit].weight, plan.placements[unit].weight
+        executor.program = dataclasses.replace(program, placements=placements, limits=limits)
+        own, here = frozenset((unit,)), tuple(u for u in state.here if u != unit)
+        if now == "device":
+            # What lives here is never written home again, whoever holds views of it.
+            executor.state = state.but(here=here, changed=state.changed - own, pinned=state.pinned - own)
+        elif was == "device":
+            executor.state = state.but(here=(*here, unit), changed=state.changed | own)

@@ -133,6 +133,8 @@ def _settle(program: Program, state: State, event: Settle, ops: list[Op]) -> Sta
     for unit in every if event.units is None else event.units:
         state = write_home(program, state, unit, ops)
     state = give_room(program, state, ops)
-    while event.units is None and state.leaving:
+    if event.units is not None:
+        return state
+    while state.leaving:
         state = drop_grad(program, state, ops)
-    return state
+    return make_room(program, state, 0, state.pinned | event.held, ops)

@@ -1,9 +1,9 @@
 """One prepared model: its parts, put together."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,8 +24,13 @@ from overspill.runtime.residency import Residency
 from overspill.runtime.rounds import Rounds
 from overspill.runtime.steps import Steps
 from overspill.runtime.watch import ShapeWatch
-from overspill.specs import Activations
 from overspill.units.local import local_of, part_for, wrapped
+
+
+class Planner(Protocol):
+    """See overspill/replanning.py."""
+
+    def called(self, size: int) -> None: ...
 
 
 class Engine:
@@ -43,9 +48,8 @@ class Engine:
         trained = [weakref.ref(p) for unit in self.units for p in unit.params if p.requires_grad]
         parts.made.grads.bytes.current = lambda: [g for ref in trained if (g := gradient_of(ref())) is not None]
         self.measures = Measures(parts.executor, parts.planned)
-        self.when_measured: Callable[[Activations], bool] | None = None
-        """Called with what activations were seen to take, at a moment when another plan may come into force; says
-        whether to measure again."""
+        self.planner: Planner | None = None
+        """Who may plan anew."""
         self.steps = Steps(self.units, parts, self.residency)
         self._watch = ShapeWatch(model)
         ranks = parts.made.ranks
@@ -80,8 +84,8 @@ class Engine:
         """The root is called: look whether the model is still the same, bring the inputs."""
         self._watch.check(call=True)
         self.residency.copies.forget()
-        if self.when_measured is not None and torch.is_grad_enabled():
-            self._tell()
+        if self.planner is not None and torch.is_grad_enabled():
+            self.planner.called(sum(t.numel() for t in hooks.tensors_in((args, kwargs))))
         if self._buffers is not None:
             self._buffers.begin()
         self.executor(Begin(self.residency.phase))
@@ -89,17 +93,6 @@ class Engine:
             args, kwargs = self.parts.scale.enter((args, kwargs))
         device, dtype = self.executor.lanes.device, self.parts.dtype
         return cast_inputs(args, device, dtype), cast_inputs(kwargs, device, dtype)
-
-    def _tell(self) -> None:
-        """Tell what activations took, if that is known and no gradient is anywhere."""
-        seen, current = self.measures.activations(), self.parts.made.grads.bytes.current
-        if seen is None or self.when_measured is None or any(not g.zero for g in current()):
-            return
-        if self.when_measured(seen):
-            self.measures.begin()
-        else:
-            self.when_measured = None
-            self.measures.end()
 
     def end(self, output: Any) -> Any:
         """The root's call is over; what it gives is handed out."""

@@ -31,6 +31,8 @@ class GradientBytes:
         self, homes: Sequence[Sequence[Home | None]], widen: Widen, executor: Executor, collector: Collector | None
     ) -> None:
         self._homes = {(u, i): home for u, row in enumerate(homes) for i, home in enumerate(row)}
+        self._left: dict[tuple[int, int], tuple[Home | None, bool]] = {}
+        """Homes of gradients that moved in, and whether they are wide."""
         self._widen = widen
         self._widened: set[tuple[int, int]] = set()
         self._executor = executor
@@ -43,12 +45,20 @@ class GradientBytes:
     def home(self, unit: int, param: int) -> Home | None:
         return self._homes[unit, param]
 
-    def settle_down(self, unit: int) -> None:
+    def move_in(self, unit: int) -> None:
         """A unit's gradients live on the device from now on. None of them has bytes."""
         for key in self._homes:
             if key[0] == unit:
+                self._left[key] = (self._homes[key], key in self._widened)
                 self._homes[key] = None
                 self._owner.pop(key, None)
+
+    def move_out(self, unit: int) -> None:
+        """They live where they lived before. None of them has bytes."""
+        for key in self._homes:
+            if key[0] == unit:
+                self._homes[key], wide = self._left.pop(key)
+                self._widened = self._widened | {key} if wide else self._widened - {key}
 
     def read(self, generation: Generation) -> Tensor:
         """The gradient's current value. May be its own bytes: do not write to it and do not hand it out."""
@@ -78,7 +88,7 @@ class GradientBytes:
         """Of the gradients' current values; cached, because for one that lives elsewhere it is dear. Who asks for one
         will ask for the others: those that are divided over ranks are all looked at together."""
         asked = [g for g in generations if g.span is not None]
-        if self._collector is not None and not all(self._known(g, order) for g in asked):
+        if self._collector is not None and not all(_is_known(g, order) for g in asked):
             current = [g for g in self.current() if g.span is not None]
             every = current if {*map(id, asked)} <= {*map(id, current)} else asked
             shares = [self._norm(g, order) for g in every]
@@ -102,9 +112,6 @@ class GradientBytes:
                 for g, norm in zip(found, Generation.norms_of(found, order), strict=True):
                     g.norms[order] = norm
                     g.raw_norm = norm if order == 2.0 else g.raw_norm
-
-    def _known(self, generation: Generation, order: float) -> bool:
-        return order in generation.whole_norms and generation.whole_norms[order][1] is generation.norms.get(order)
 
     def _norm(self, generation: Generation, order: float) -> Tensor:
         """Of what this rank has."""
@@ -161,3 +168,8 @@ class GradientBytes:
         value = generation.empty(self._device)
         home[0].load(home[1], as_bytes(value))
         return value
+
+
+def _is_known(generation: Generation, order: float) -> bool:
+    """Whether the norm of all of it is known."""
+    return order in generation.whole_norms and generation.whole_norms[order][1] is generation.norms.get(order)

@@ -25,6 +25,7 @@ from overspill.units.unit import Unit
 log = logging.getLogger("overspill")
 
 
+VIEWS = "_overspill_views"
 Fast = Callable[[Tensor, Tensor | None, AsKept, Sequence[Tensor]], Callable[[Mapping[str, Any], int], None]]
 """(weights, what is kept of their masters, gradient, fields) -> what updates them with hyperparameters and a step."""
 
@@ -58,7 +59,6 @@ class KernelUpdate:
         self._pages = pages
         self._masters = masters
         self._steps: Counter[tuple[int, int]] = Counter()
-        self._views: dict[tuple[int, ...], list[Tensor]] = {}
         self._aside: dict[tuple[int, int], Mapping[str, Any]] = {}
         """States of parameters that were trained before and are frozen now."""
 
@@ -100,10 +100,12 @@ class KernelUpdate:
         """As `_arrays`, of memory on the device: pages that live there are the same again and again."""
         if self._pages.home(unit, page) is not None:
             return self._arrays(unit, page, part, memory)
-        key = (unit, page, part.param, part.begin, memory.data_ptr())
-        if key not in self._views:
-            self._views[key] = self._arrays(unit, page, part, memory)
-        return self._views[key]
+        known: dict[PartSpec, list[Tensor]] = getattr(memory, VIEWS, {})
+        if part not in known:
+            known[part] = self._arrays(unit, page, part, memory)
+            # There, so that they end with the memory.
+            setattr(memory, VIEWS, known)
+        return known[part]
 
     # --- from outside, while nothing is in flight
 

@@ -132,9 +132,9 @@ class Pager:
         while self._thread.is_alive() and not self._idle.wait(0.05):
             pass
 
-    def lengthen(self, depth: int) -> None:
-        """The ring has so many slots from now on. Nothing is to be done."""
-        self._passage.lengthen(depth)
+    def resize(self, depth: int) -> None:
+        """The ring has so many slots from now on. Nothing is on its way, and nothing in a slot."""
+        self._passage.resize(depth)
 
     def close(self) -> None:
         self._closed = True

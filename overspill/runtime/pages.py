@@ -47,6 +47,8 @@ class Pages:
         self._here: dict[tuple[int, int], Tensor] = {}
         """Pages that live on the device, and those that are there for an update."""
         self._filled: set[tuple[int, int]] = set()
+        self._left: dict[tuple[int, int], Home] = {}
+        """Homes of pages that moved in."""
         self.ring = Ring(model, executor.program.placements, self.device)
         for u, unit in enumerate(model.units):
             for i, page in enumerate(unit.pages):
@@ -83,7 +85,7 @@ class Pages:
             )
         return self._here[unit, page]
 
-    def settle_down(self, unit: int) -> None:
+    def move_in(self, unit: int) -> None:
         """A unit's pages live on the device from now on. Nothing is in flight."""
         for page, spec in enumerate(self.model.units[unit].pages):
             home = self.home(unit, page)
@@ -94,7 +96,21 @@ class Pages:
                 memory = torch.empty(spec.state_bytes, dtype=torch.uint8, device=self.device)
                 home[0].load(home[1], memory)
                 self._here[unit, page] = memory
-            self._homes[unit][page] = None
+            self._left[unit, page], self._homes[unit][page] = home, None
+
+    def move_out(self, unit: int) -> None:
+        """They live where they lived before. Nothing is in flight."""
+        for page in range(len(self.model.units[unit].pages)):
+            home = self._left.pop((unit, page), None)
+            if home is None:
+                continue
+            memory = self._here.pop((unit, page), None)
+            if memory is not None:
+                home[0].store(home[1], memory)
+                self._filled.add((unit, page))
+            self._homes[unit][page] = home
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def passing_bytes(self, unit: int, page: int) -> int:
         """Of the page's state, what passes through the ring."""

@@ -82,7 +82,6 @@ class Passage:
         self._updates = updates
         self._ways = _Ways(executor.lanes)
         self.moved: Counter[Lane] = Counter({Lane.UP: 0, Lane.DOWN: 0})
-        self._depth = depth
         self._free = deque(range(depth))
         self._there: dict[Page, tuple[int, Event]] = {}
         """Pages in slots that wait for their update: the slot, and when the page is there."""
@@ -103,10 +102,11 @@ class Passage:
             self._drop(page)
         return page in self._there
 
-    def lengthen(self, depth: int) -> None:
-        """There are more slots from now on."""
-        self._free.extend(range(self._depth, depth))
-        self._depth = max(self._depth, depth)
+    def resize(self, depth: int) -> None:
+        """There are so many slots from now on, and all are free."""
+        assert not self._there and not self._going, "pages are still in their slots"
+        self._free = deque(range(depth))
+        self._pages.ring.shorten(depth)
 
     def coming(self) -> int:
         """Pages that are on their way here."""

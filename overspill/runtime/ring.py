@@ -54,6 +54,13 @@ class Ring:
         if fresh is not None:
             torch.cuda.current_stream(self._device).wait_event(fresh)
 
+    def shorten(self, depth: int) -> None:
+        """Slots beyond so many are given up; nobody has them."""
+        for slot in [s for s in self._slots if s >= depth]:
+            del self._slots[slot]
+            self._fresh.pop(slot, None)
+        self._pages = {page: slot for page, slot in self._pages.items() if slot < depth}
+
     def drop(self, page: Page) -> None:
         """Give a page's slot up."""
         slot = self._pages.pop(page, None)

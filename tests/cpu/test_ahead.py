@@ -1,6 +1,7 @@
 """Updates ahead of their use, by a thread of their own, and begun in backward: the bits stay those of a plain loop."""
 
 import gc
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,26 +126,71 @@ def test_an_error_ahead_is_heard_of(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 # ---- another plan, when activations are known
 
 
+ROLES = ("weight", "grad", "state")
+
+
+def on_device(plan: Any) -> int:
+    return sum(p.of(role) == "device" for p in plan.placements for role in ROLES)
+
+
+def crowded(room: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """A model in so many bytes per parameter more than it needs, whose activations take next to nothing."""
+    monkeypatch.setattr(Measures, "sees_activations", True)
+    monkeypatch.setattr(Measures, "_peak", lambda self: self._planned.owned + 2**10)
+    monkeypatch.setattr(replanning, "MARGIN", 0)
+    model = small.build()
+    smallest = smallest_budget(model, adamw(model), {"gpu": 1, "host": "64MiB", "precision": precision})
+    gpu = smallest + sum(room * p.numel() for p in model.parameters())
+    return overspill.prepare(model, adamw(model), gpu=gpu, host="64MiB", precision=precision)
+
+
 @pytest.mark.parametrize("room", [4, 20, 40])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_what_moves_to_the_device_changes_no_bit(
     precision: str, room: int, paged: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     expected = trained("device", tmp_path, precision=precision, clip=0.5)
-    monkeypatch.setattr(Measures, "sees_activations", True)
-    monkeypatch.setattr(Measures, "_peak", lambda self: self._planned.owned + 2**10)
-    model = small.build()
-    smallest = smallest_budget(model, adamw(model), {"gpu": 1, "host": "64MiB", "precision": precision})
-    room = smallest + sum(room * p.numel() for p in model.parameters())
-    monkeypatch.setattr(replanning, "MARGIN", 0)
-    model, optimizer = overspill.prepare(model, adamw(model), gpu=room, host="64MiB", precision=precision)
+    model, optimizer = crowded(room, precision, monkeypatch)
     before = optimizer.report()["plan"]
     found = loop(model, optimizer, clip=0.5)
     after = optimizer.report()["plan"]
-    roles = ("weight", "grad", "state")
-    on = [sum(p.of(role) == "device" for p in plan.placements for role in roles) for plan in (before, after)]
-    assert on[0] < on[1], "nothing moved"
-    assert after.peak("device") <= room
+    assert on_device(before) < on_device(after), "nothing moved"
+    assert after.peak("device") <= after.budget.device
+    check((found, weights(overspill.close(model))), expected)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("room", [4, 20, 40])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_longer_input_brings_the_first_plan_back(
+    precision: str, room: int, passes: int, paged: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Longer and longer inputs: what moved in moves out, and in again, and no bit changes."""
+
+    def lengths(model: Any, optimizer: Any, plans: list[int]) -> list[float]:
+        found, generator = [], torch.Generator().manual_seed(0)
+        for step in range(18):
+            for part in range(passes):
+                tokens = torch.randint(0, small.VOCABULARY, (3, 4 + 2 * (step // 6) + part), generator=generator)
+                loss = small.loss_of(model, {"tokens": tokens, "labels": tokens})
+                if hasattr(optimizer, "report"):
+                    plans.append(on_device(optimizer.report()["plan"]))
+                loss.backward()
+                found.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        return found
+
+    model, optimizer = prepare("device", tmp_path, precision=precision, micro_batches=passes)
+    expected = lengths(model, optimizer, []), weights(overspill.close(model))
+    model, optimizer = crowded(room, precision, monkeypatch)
+    # So that nothing that is longer seems to fit.
+    monkeypatch.setattr(replanning.Replanner, "_fits", lambda self, size: self._held.plan is self._first)
+    plans: list[int] = []
+    found = lengths(model, optimizer, plans)
+    first, changes = plans[0], [b - a for a, b in itertools.pairwise(plans)]
+    assert max(plans) > first and plans.count(first) > 1, plans
+    assert sum(change < 0 for change in changes) >= 2, "it came back for every longer input"
     check((found, weights(overspill.close(model))), expected)
 
 
