@@ -50,7 +50,8 @@ class Residency:
         self.turns = Turns(self._depth)
         self.copies = Copies(self, parts)
         self.check_use: Callable[[tuple[int, ...]], None] = lambda units: None
-        """Refuses uses of units that may not be used now."""
+        """Refuses uses of units that may not be used now. Not by autograd, which looks itself whether weights are as
+        they were in the forward pass."""
         self.own_grads: dict[tuple[int, int], weakref.ref[Tensor] | None] = {}
         """Tensors that the user put into `p.grad`: they stay there, and autograd adds to them, as in plain torch."""
         self._unswappable = [weakref.ref(p) for unit in self._units for p in unit.params]
@@ -89,7 +90,8 @@ class Residency:
 
     def need(self, units: tuple[int, ...], ahead: bool = True) -> None:
         self.turns.take()
-        self.check_use(units)
+        if torch._C._current_graph_task_id() == -1:
+            self.check_use(units)
         self._last = units
         self._executor(Need(units, self.phase, self.held(), ahead))
 
@@ -108,6 +110,7 @@ class Residency:
         if self._scale is not None:
             self._scale.check_inside()
         if any(self._depth[u] == 0 for u in units) and not _current(self._executor, units):
+            self.check_use(units)
             self.need(units)
         for u in units:
             if self._depth[u] == 0:
