@@ -77,7 +77,7 @@ def prepare(
     """Place a model's weights, gradients and optimizer states on GPU, host and disk, and train it from there.
 
     The model comes back as the same object; the optimizer as a torch optimizer that shares the given one's groups.
-    Every keyword has a default that looks at the machine; docs/design.md has the table.
+    Every keyword has a default that looks at the machine; README.md has the table.
     """
     given = {k: v for k, v in locals().items() if k not in ("model", "optimizer", "unknown")}
     chosen = options({**given, **unknown})

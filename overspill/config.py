@@ -97,8 +97,11 @@ def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     raise OptionError(f"expected {name}= to be one of {allowed}, found {value!r}")
 
 
+PLACES = tuple(tier for tier in get_args(TierName) if tier != "null")
+"""Homes that can be forced. Bytes on the null tier are nowhere: it is for tests of traffic."""
+
+
 def _check_place(place: Any) -> None:
-    tiers = get_args(TierName)
     if place is None or hasattr(place, "placements"):
         return
     if not isinstance(place, Mapping):
@@ -107,9 +110,9 @@ def _check_place(place: Any) -> None:
             f"{place!r}"
         )
     for role, tier in place.items():
-        if role not in ("weight", "grad", "state") or tier not in tiers:
+        if role not in ("weight", "grad", "state") or tier not in PLACES:
             raise OptionError(
-                f"expected place= to map 'weight', 'grad' and 'state' to one of {tiers}, found {role!r}: {tier!r}"
+                f"expected place= to map 'weight', 'grad' and 'state' to one of {PLACES}, found {role!r}: {tier!r}"
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from overspill.config import Options, parse_nvme, parse_size
-from overspill.errors import BudgetError, OptionError, OverspillError, TierError
+from overspill.errors import BudgetError, OptionError, OverspillError, RankError, TierError
 from overspill.kernels.masters import KEPT
 from overspill.kernels.reference import Rule, rule_of
 from overspill.plan.plan import Plan
 from overspill.plan.solver import Request, finish, improve, page_sizes, solve
 from overspill.runtime import parts
+from overspill.runtime.updates import as_text
 from overspill.specs import ROLES, Activations, Budget, Limits, ModelSpec, Placement, Sharding, StateFormat, human
 from overspill.tiers import (
     device_available,
@@ -151,7 +152,8 @@ def _agreed(
     if ground.comm is not None:
         mine = None if found is None else found[1]
         told = {"refused": None if refused is None or mine else str(refused), "plan": mine and _outline(mine)}
-        heard = ground.comm.exchange(told)
+        heard = ground.comm.exchange({**told, "asked": _asked(chosen, optimizer)})
+        _check_same([each["asked"] for each in heard], ground.comm.world_ranks)
         for rank, each in zip(ground.comm.world_ranks, heard, strict=True):
             if each["plan"] is None and found is not None:
                 raise BudgetError(f"expected a plan that fits on all ranks, found on rank {rank}: {each['refused']}")
@@ -167,6 +169,32 @@ def _agreed(
         assert refused is not None, "there is a plan or a refusal"
         raise refused
     return found
+
+
+OWN = ("gpu", "host", "nvme", "place", "mesh", "weights")
+"""Options that ranks may have each for itself."""
+
+
+def _asked(chosen: Options, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """What must be the same on all ranks, as they say it."""
+    said = {f.name: repr(getattr(chosen, f.name)) for f in dataclasses.fields(chosen) if f.name not in OWN}
+    groups = {
+        f"{key} of parameter group {g}": value
+        for g, group in enumerate(optimizer.param_groups)
+        for key, value in as_text(group).items()
+    }
+    return {**said, **groups, "the optimizer": type(optimizer).__name__}
+
+
+def _check_same(asked: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> None:
+    for rank, each in zip(ranks, asked, strict=True):
+        for key in {**asked[0], **each}:
+            one, other = asked[0].get(key, "none"), each.get(key, "none")
+            if one != other:
+                raise RankError(
+                    f"expected the same options and optimizers on all ranks, found {key}: {one} on rank {ranks[0]} and "
+                    f"{other} on rank {rank}; say the same on every rank"
+                )
 
 
 def _outline(plan: Plan) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from overspill.tiers import (
     NullTier,
     NvmeTier,
     Tier,
+    host_available,
     keep_no_freed_memory,
     share_one_heap,
 )
@@ -123,7 +124,10 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: 
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, found {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, SpilledOptimizer):
-        raise ModelError(f"expected a torch.optim.Optimizer of your own, found {type(optimizer).__name__}")
+        raise ModelError(
+            f"expected a torch.optim.Optimizer of your own, found {type(optimizer).__name__}"
+            + ("; close the model that it was prepared with" if isinstance(optimizer, SpilledOptimizer) else "")
+        )
     if chosen.precision != "fp32" and not hasattr(torch.Tensor, "grad_dtype"):
         raise OptionError(
             f"expected torch 2.10 or newer for precision={chosen.precision!r}, found {torch.__version__}; update it or "
@@ -267,6 +271,12 @@ def _tiers(model: nn.Module, made: Plan, paths: list[tuple[Path, int | None]], p
         undo.callback(tiers["nvme"].close)
     if host:
         here = sum(local_of(p).nbytes for p in model.parameters() if p.device.type == "cpu" and builder_of(p) is None)
-        tiers["host"] = HostTier(host, moving_in=min(here, made.bytes_of("host", "weight")))
+        moving_in = min(here, made.bytes_of("host", "weight"))
+        if host - moving_in > host_available():
+            raise BudgetError(
+                f"expected room for {human(host - moving_in)} more in host memory, which the plan takes, found "
+                f"{human(host_available())} available; set a smaller host=, and nvme= for the rest"
+            )
+        tiers["host"] = HostTier(host, moving_in=moving_in)
         undo.callback(tiers["host"].close)
     return tiers

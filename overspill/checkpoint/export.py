@@ -12,6 +12,8 @@ from overspill.checkpoint.writer import Stored, check_names, check_room, write_t
 from overspill.errors import StateError
 
 MAX_SHARD_BYTES = 5 * 1000**3
+REPLACED = ".replaced"
+"""How the files of an earlier model end until the new one is complete."""
 _WRITTEN = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 
 
@@ -31,7 +33,8 @@ def plan_shards(tensors: Sequence[Stored], max_bytes: int = MAX_SHARD_BYTES) -> 
 
 
 def write_export(path: str | os.PathLike[str], tensors: Sequence[Stored], max_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write the files of a model to a folder, new or without a model in it; other files there stay as they are."""
+    """Write the files of a model to a folder. A model that is there is replaced when the new one is complete; other
+    files stay as they are."""
     path = Path(path).resolve()
     check_names(tensors)
     shards = plan_shards(tensors, max_bytes)
@@ -59,12 +62,6 @@ def _check_target(path: Path) -> None:
         return
     if not path.is_dir():
         raise StateError(f"expected a folder at {str(path)!r}, found a file; give another path")
-    found = sorted(file.name for file in path.iterdir() if _WRITTEN.fullmatch(file.name))
-    if found:
-        raise StateError(
-            f"expected a folder without a model at {str(path)!r}, found {', '.join(found[:3])}; give a new folder, or "
-            f"remove these {len(found)} files of another model or of an interrupted export"
-        )
 
 
 def _write_index(path: Path, shards: Sequence[tuple[str, Sequence[Stored]]]) -> None:
@@ -77,10 +74,16 @@ def _write_index(path: Path, shards: Sequence[tuple[str, Sequence[Stored]]]) -> 
 
 
 def _move_files(folder: Path, path: Path) -> None:
-    """Shards first: without its index, an interrupted export is not taken for a model."""
+    """The model that was there goes first, its index before its shards, and the new index comes last: an interrupted
+    export is not taken for a model. The old one is gone only when the new one is there."""
     *shards, last = sorted((file.name for file in folder.iterdir() if file.name != LOCK), key=lambda n: n == INDEX_FILE)
+    old = [file.name for file in path.iterdir() if _WRITTEN.fullmatch(file.name)]
+    for file in sorted(old, key=lambda n: n != INDEX_FILE):
+        os.rename(path / file, path / f"{file}{REPLACED}")
     for file in shards:
         os.rename(folder / file, path / file)
     fsync_folder(path)
     os.rename(folder / last, path / last)
     fsync_folder(path)
+    for file in old:
+        os.unlink(path / f"{file}{REPLACED}")

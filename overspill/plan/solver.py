@@ -354,11 +354,12 @@ def _too_small(request: Request, smallest: int, placements: tuple[Placement, ...
     lines = _device_lines(request, homes, _least(request, homes))
     parts = ", ".join(f"{line.what} {human(line.nbytes)}" for line in lines if line.nbytes)
     largest = max(model.units, key=lambda u: u.weight_bytes)
+    about = f"{-(-smallest // MiB)}MiB" if smallest > 16 * MiB else f"{-(-smallest // KiB)}KiB"
     return (
         f"expected a device budget of at least {human(smallest)} ({smallest} bytes), found "
         f"{human(request.budget.device)}; {'as placed' if placements else 'with all else spilled'} the device holds: "
         f"{parts}, activations (at least {human(_largest(model))}); the largest unit is {largest.name} with "
-        f'{human(largest.weight_bytes)}; set gpu={smallest} or more, which is about "{-(-smallest // MiB)}MiB"'
+        f'{human(largest.weight_bytes)}; set gpu={smallest} or more, which is about "{about}"'
     )
 
 

@@ -162,7 +162,7 @@ class Engine:
         begun = self.eager.step() if self.eager is not None else frozenset[int]()
         self._settle(tuple(sorted(self.executor.state.pending - begun)))
         if self.rounds is not None:
-            self.rounds.meet_to_step()
+            self.rounds.meet_to_step(groups)
         jobs = self.steps.jobs(groups, begun)
         if self.rounds is not None:
             self.rounds.step((unit, due.param) for unit, todo in jobs.items() for job in todo for due in job.due)

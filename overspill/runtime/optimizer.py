@@ -97,6 +97,12 @@ class SpilledOptimizer(torch.optim.Optimizer):
         with own_time:
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. With update="eager" a step cannot be skipped: it has begun."""
+        if self.engine.eager is not None:
+            self.engine.eager.check()
+        super().zero_grad(set_to_none)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ModelError(
             "expected the parameter groups of prepare, found a new one; call overspill.close(model), add the group to "

@@ -133,8 +133,9 @@ class Ranks:
                 "on every rank: a loader that ends earlier on one of them is a common cause"
             )
         return (
-            f"expected the same on all ranks at {places[0]} ({self.phase()}), found that it is not: gradients, or "
-            "arguments, are there on some and not on others; do the same to gradients and states on every rank"
+            f"expected the same on all ranks at {places[0]} ({self.phase()}), found that it is not: gradients or "
+            "arguments are there on some and not on others, or learning rates differ; do the same to gradients, states "
+            "and hyperparameters on every rank"
         )
 
 

@@ -7,9 +7,10 @@ own had been zero. A rank that has no backward pass while others do takes part w
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from overspill.runtime.handle import GradHandle, gradient_of
 from overspill.runtime.parts import Parts
 from overspill.runtime.ranks import Meeting, Point
 from overspill.runtime.residency import Residency
+from overspill.runtime.updates import as_text
 from overspill.units.local import local_of, wrapped
 from overspill.units.unit import Unit
 
@@ -123,10 +125,11 @@ class Rounds:
                 p.grad = wrapped(p, GradHandle([generation], self._grads, self._executor.lanes.device))
         self._reduced.unclaimed.clear()
 
-    def meet_to_step(self) -> None:
-        """All ranks are about to step: what one has no gradient for may have come from another."""
+    def meet_to_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """All ranks are about to step, with the same hyperparameters: what one has no gradient for may have come from
+        another."""
         self.end()
-        self._ranks.meet(Meeting.STEP, self._steps)
+        self._ranks.meet(Meeting.STEP, self._steps, _hyperparameters(groups))
 
     def step(self, due: Iterable[Place]) -> None:
         """All ranks step, on gradients of the same parameters."""
@@ -141,6 +144,10 @@ class Rounds:
         self._ranks.meet(Meeting.CLOSE, len(self._units))
         self._executor.finish()
         self._ranks.comm.close()
+
+
+def _hyperparameters(groups: Iterable[Mapping[str, Any]]) -> int:
+    return zlib.crc32(repr([sorted(as_text(group).items()) for group in groups]).encode())
 
 
 def _hash(places: Iterable[Place]) -> int:

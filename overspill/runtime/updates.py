@@ -128,6 +128,21 @@ def snapshot(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
 
 
+def as_text(group: Mapping[str, Any]) -> dict[str, str]:
+    """A group's hyperparameters, to compare with those of other ranks: numbers and words. Not what is on a GPU: the
+    host would wait for it."""
+    found = {k: v.tolist() if isinstance(v, Tensor) and v.device.type == "cpu" else v for k, v in group.items()}
+    return {k: repr(v) for k, v in found.items() if k not in ("params", "param_names") and _is_plain(v)}
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        value is None
+        or isinstance(value, int | float | str)
+        or (isinstance(value, tuple | list) and all(map(_is_plain, value)))
+    )
+
+
 def same_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two snapshots are alike."""
     return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)

@@ -260,6 +260,15 @@ def test_views_see_a_step_when_it_is_taken(paged: bool, tmp_path: Path) -> None:
     assert not torch.equal(view, before)
 
 
+def test_a_step_cannot_be_skipped(tmp_path: Path) -> None:
+    """Its updates have begun."""
+    _, optimizer = ready(tmp_path)
+    with pytest.raises(StateError, match=r"call step\(\) first"):
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def test_gradients_are_free_again_after_the_step(tmp_path: Path) -> None:
     model, optimizer = ready(tmp_path)
     optimizer.step()

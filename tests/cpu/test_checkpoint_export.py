@@ -60,8 +60,11 @@ def test_an_exported_model_is_read_by_others(tmp_path: Path, existing: bool, max
         for name, entry in entries_of(path).items():
             ((_, piece),) = reader.pieces(entry)
             assert torch.equal(piece, found[name])
-    with pytest.raises(StateError, match=r"expected a folder without a model .*found model"):
-        write_export(path, model(), 1000)
+    write_export(path, model(3), 1000)
+    written = [name for name in names(path) if name.startswith("model")]
+    assert written == ["model.safetensors"], "an earlier model is replaced, whatever its shards"
+    with safe_open(path / "model.safetensors", "pt") as opened:
+        assert len(list(opened.keys())) == 3
 
 
 def test_exports_that_are_refused(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import overspill
+from overspill import config
+from overspill.errors import OptionError
 from tests import small
 from tests.reference import Recipe, train
 
@@ -20,7 +23,10 @@ def moved(tier: str, nvme: Path) -> tuple[dict[str, int], overspill.Plan]:
     return report["moved"], report["plan"]
 
 
-def test_null_runs_the_same_ops_and_takes_no_bytes(tmp_path: Path) -> None:
+def test_null_runs_the_same_ops_and_takes_no_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match=r"one of \('device', 'host', 'nvme'\), found 'weight': 'null'"):
+        moved("null", tmp_path)
+    monkeypatch.setattr(config, "PLACES", (*config.PLACES, "null"))
     on_host, planned = moved("host", tmp_path)
     on_null, without = moved("null", tmp_path)
     assert on_null == on_host and on_host["up"] > 0

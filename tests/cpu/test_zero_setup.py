@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import overspill
-from overspill.errors import ModelError
+from overspill.errors import ModelError, RankError
 from tests import small
 from tests.ranks import run
 from tests.reference import weights
@@ -155,3 +155,35 @@ def wrong_way_round() -> str:
 def test_weights_on_another_rank_only_are_refused() -> None:
     for text in run(wrong_way_round, 2):
         assert "found them on ranks [1] only" in text
+
+
+def said_otherwise(how: str) -> list[str]:
+    """What each refusal says, where the second rank says something else."""
+    rank, found = int(os.environ["RANK"]), []
+    model = small.build(3)
+    rate = 1e-2 * (1 + rank) if how == "rate" else 1e-2
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, amsgrad=how == "amsgrad" and rank == 1)
+    keywords = {"zero": 1 + rank} if how == "zero" else {"zero": 1}
+    try:
+        model, optimizer = overspill.prepare(model, optimizer, **keywords)
+        if how == "later" and rank == 1:
+            optimizer.param_groups[0]["lr"] = 0.5
+        small.loss_of(model, next(small.batches())).backward()
+        optimizer.step()
+    except RankError as error:
+        found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("rate", "lr of parameter group 0: 0.01 on rank 0 and 0.02 on rank 1"),
+        ("amsgrad", "amsgrad of parameter group 0: False on rank 0 and True on rank 1"),
+        ("zero", "zero: 1 on rank 0 and 2 on rank 1"),
+        ("later", "learning rates differ"),
+    ],
+)
+def test_ranks_that_say_something_else_are_refused(how: str, message: str) -> None:
+    for found in run(said_otherwise, 2, how):
+        assert len(found) == 1 and message in found[0], found
