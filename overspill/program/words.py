@@ -56,6 +56,7 @@ class Lane(StrEnum):
     DOWN = "down"
     UPDATE = "update"
     PAGES = "pages"
+    """Whole units, to whoever passes their pages through the ring: up, updated, and down."""
     READ = "read"
     WRITE = "write"
     COMM = "comm"
