@@ -21,9 +21,9 @@ out only when its slot is free, which is when the page that was there before is 
 Whoever needs a unit waits, on the host, until all of its pages are handed out; never until they are done.
 
 Note [Earliest deadline first]: where somebody passes the pages of whole units through the ring, updates are handed out
-when they are due, with the place of the unit's next use (`deadline`); he takes what is needed first of what is computed.
-When all of that is on its way, state that will be updated next (`next_updates`) is fetched into the slots that are free.
-Which page is next is the one thing that he decides by himself: an event of the program for every page took too long.
+when they are due, with the place of the unit's next use (`deadline`); of what is computed, what is needed first goes
+first. When all of that is on its way, state that will be updated next (`next_updates`) is fetched into the slots that
+are free. Which page is next is decided there: an event of the program for every page took too long.
 
 Note [Ranks]: over several ranks, ops on the comm lane are collectives: every rank must run the same ones in the same
 order. All ranks fold the same function, so they do as long as they see the same events; where they do not (a unit that
