@@ -181,17 +181,19 @@ def export(model: nn.Module, path: str | PathLike[str]) -> None:
 
 @contextmanager
 def trace(model: nn.Module, path: str | PathLike[str]) -> Iterator[None]:
-    """Record what every lane does inside the context, as a trace for Perfetto or chrome://tracing."""
+    """Record what every lane does inside the context, and which unit the model is at, as a trace for Perfetto or
+    chrome://tracing. On cuda the times are those of the GPU."""
     engine = _engine(model)
     if not Path(path).parent.is_dir() or Path(path).is_dir():
         raise OptionError(f"expected a file in an existing folder for the trace, found {str(path)!r}; make the folder")
-    engine.parts.made.recorder.on = True
+    recorder = engine.parts.made.recorder
+    recorder.start(engine.executor.lanes.device)
     try:
         yield
     finally:
-        engine.parts.made.recorder.on = False
+        recorder.stop()
         engine.executor.finish()
-        engine.parts.made.recorder.write(Path(path))
+        recorder.write(Path(path))
 
 
 def join_ranks() -> tuple[int, int]:

@@ -31,7 +31,6 @@ from overspill.tiers import (
     NullTier,
     NvmeTier,
     Tier,
-    host_available,
     keep_no_freed_memory,
     share_one_heap,
 )
@@ -272,11 +271,6 @@ def _tiers(model: nn.Module, made: Plan, paths: list[tuple[Path, int | None]], p
     if host:
         here = sum(local_of(p).nbytes for p in model.parameters() if p.device.type == "cpu" and builder_of(p) is None)
         moving_in = min(here, made.bytes_of("host", "weight"))
-        if host - moving_in > host_available():
-            raise BudgetError(
-                f"expected room for {human(host - moving_in)} more in host memory, which the plan takes, found "
-                f"{human(host_available())} available; set a smaller host=, and nvme= for the rest"
-            )
         tiers["host"] = HostTier(host, moving_in=moving_in)
         undo.callback(tiers["host"].close)
     return tiers

@@ -1,12 +1,34 @@
-"""A record of what the lanes did, as Chrome/Perfetto trace events: one track per lane."""
+"""A record of what the lanes did, as Chrome/Perfetto trace events: one track per lane, and one for the model itself.
+
+Note [Stamps]: on cuda work is only put on streams, so the host's clock says little. There a stamp is an event on the
+stream that the work is put on, and all are read when the record is written: spans are when the GPU did it. Lanes that
+are threads (disk, other ranks), and all of them without a GPU, have the host's clock.
+"""
 
 import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+
+THREADS = ("read", "write", "comm")
+"""Lanes that the host runs, with or without a GPU."""
+MODEL = "model"
+Stamp = float | torch.cuda.Event
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    track: str
+    name: str
+    detail: dict[str, Any]
+    begin: Stamp
+    end: Stamp
 
 
 class Recorder:
@@ -14,34 +36,79 @@ class Recorder:
 
     def __init__(self) -> None:
         self.on = False
-        self._events: list[dict[str, Any]] = []
+        self._spans: list[_Span] = []
         self._lock = threading.Lock()
+        self._zero: tuple[torch.cuda.Event, float] | None = None
+        """On cuda: an event, and when it happened by the host's clock, in seconds."""
+        self._mark: tuple[str, Stamp] | None = None
+
+    def start(self, device: torch.device) -> None:
+        self._zero = None
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            zero = torch.cuda.Event(enable_timing=True)
+            zero.record(torch.cuda.current_stream(device))
+            zero.synchronize()
+            self._zero = (zero, time.perf_counter())
+        self.on = True
+
+    def stop(self) -> None:
+        self.mark("")
+        self.on = False
 
     @contextmanager
     def span(self, track: str, name: str, detail: dict[str, Any]) -> Iterator[None]:
         if not self.on:
             yield
             return
-        begin = time.perf_counter()
+        begin = self._stamp(track)
         try:
             yield
         finally:
-            event = {"ph": "X", "pid": 0, "tid": track, "name": name, "args": detail}
-            event |= {"ts": begin * 1e6, "dur": (time.perf_counter() - begin) * 1e6}
+            found = _Span(track, name, detail, begin, self._stamp(track))
             with self._lock:
-                self._events.append(event)
+                self._spans.append(found)
+
+    def mark(self, name: str) -> None:
+        """From here on, until the next mark, the model's own stream works for this; nothing: it waits."""
+        if not self.on:
+            return
+        now, before = self._stamp(MODEL), self._mark
+        self._mark = (name, now) if name else None
+        if before is not None:
+            with self._lock:
+                self._spans.append(_Span(MODEL, before[0], {}, before[1], now))
+
+    def _stamp(self, track: str) -> Stamp:
+        """See Note [Stamps]."""
+        if self._zero is None or track in THREADS:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def write(self, path: Path) -> None:
         """Write what was recorded, with the tracks named, and forget it."""
         with self._lock:
-            events, self._events = self._events, []
-        tracks = {name: i for i, name in enumerate(sorted({e["tid"] for e in events}))}
+            spans, self._spans = self._spans, []
+        tracks = {name: i for i, name in enumerate(sorted({span.track for span in spans}))}
         names = [
             {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": track}}
             for track, i in tracks.items()
         ]
-        body = [{**e, "tid": tracks[e["tid"]]} for e in events]
+        body = []
+        for span in spans:
+            begin, end = self._seconds(span.begin), self._seconds(span.end)
+            event = {"ph": "X", "pid": 0, "tid": tracks[span.track], "name": span.name, "args": span.detail}
+            body.append(event | {"ts": begin * 1e6, "dur": (end - begin) * 1e6})
         path.write_text(json.dumps({"traceEvents": names + body}))
+
+    def _seconds(self, stamp: Stamp) -> float:
+        if isinstance(stamp, float):
+            return stamp
+        assert self._zero is not None, "events are stamps on cuda only"
+        stamp.synchronize()
+        return self._zero[1] + float(self._zero[0].elapsed_time(stamp)) / 1e3
 
 
 class OwnTime:

@@ -27,6 +27,9 @@ from overspill.specs import Phase
 from overspill.units.local import local_of, version_of
 from overspill.units.unit import Unit
 
+OUTSIDE = "outside of units"
+"""In a trace: the model runs code of no unit."""
+
 
 class Residency:
     """Turns calls of modules, steps of backward and uses of parameters into needs. Keeps the parameters' doors."""
@@ -34,6 +37,7 @@ class Residency:
     def __init__(self, model: nn.Module, parts: Parts) -> None:
         self._model = model
         self._executor = parts.executor
+        self._recorder = parts.made.recorder
         self._check_room = parts.check_room
         self.masters = parts.made.masters
         self._scale = parts.scale
@@ -111,7 +115,10 @@ class Residency:
             self._scale.check_inside()
         if any(self._depth[u] == 0 for u in units) and not _current(self._executor, units):
             self.check_use(units)
+            self._recorder.mark("")
             self.need(units)
+        if self._recorder.on:
+            self._recorder.mark(self._units[units[0]].spec.name if units else OUTSIDE)
         for u in units:
             if self._depth[u] == 0:
                 _set_class(self._units[u], Open)
@@ -137,6 +144,8 @@ class Residency:
                 if _escapes(self._units[u], output):
                     self._visited.add(u)
                     self._executor(Mark((u,), pin=torch.is_grad_enabled(), written=True))
+        if not any(self._depth):
+            self._recorder.mark(OUTSIDE)
         away = self._executor.program.away
         return (*ended, *(u for u, depth in enumerate(self._depth) if depth and away(u))) if ended else ()
 
@@ -148,7 +157,10 @@ class Residency:
             self.need(units)
             self._executor(Mark(units, pin=True))
         elif units != self._last or not all(self._units[u].here for u in units):
+            self._recorder.mark("")
             self.need(units)
+            if self._recorder.on:
+                self._recorder.mark(f"backward of {self._units[units[0]].spec.name}")
 
     # --- uses of closed and open parameters (door.Keeper)
 

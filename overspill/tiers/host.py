@@ -21,6 +21,8 @@ _STEP = 1 << 30
 # So small that torch fills it in the thread that asks, instead of waking its own pool from each of ours.
 _PIECE = 64 << 20
 _TOUCHERS = 8
+# From here on pages of 2 MiB are asked for: fewer to fault in and to lock, and their rounding is nothing.
+_HUGE = 1 << 30
 # What the rest of the process may need while we touch: a look at the headroom is always a little old.
 _MARGIN = 64 << 20
 _CUDA_HOST_REGISTER_PORTABLE = 1
@@ -138,6 +140,11 @@ def _map(nbytes: int) -> mmap.mmap:
             f"expected to map {nbytes} bytes of host memory, found {error}; give a smaller host budget"
         ) from error
     memory.madvise(mmap.MADV_DONTFORK)
+    if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            log.info("host memory has pages of the usual size, which take longer to lock: %s", error)
     return memory
 
 
