@@ -1,5 +1,6 @@
 """Updates ahead of their use on cuda: pages that pass through a ring, by a thread, in lazy and eager steps."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -113,4 +114,58 @@ def test_plans_improve_within_the_budget(tmp_path: Path, monkeypatch: pytest.Mon
     assert torch.stack(found).tolist() == expected
     assert after.bytes_of("host", "state") < before.bytes_of("host", "state"), "nothing moved"
     assert torch.cuda.max_memory_reserved() <= after.peak("device") <= 128 * 2**20
+    overspill.close(model)
+
+
+def test_a_trace_has_the_gpus_own_times(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model: Any = Deep(1024).cuda()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = overspill.prepare(model, optimizer, place=HOMES["states"], gpu="512MiB", host="256MiB")
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            model(torch.randn(64, model.width, device="cuda")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    steps(3)
+    with overspill.trace(model, tmp_path / "trace.json"):
+        steps(2)
+    overspill.close(model)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    spans = [(names[e["tid"]], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
+    assert {"up", "down", "update", "model"} <= {track for track, _, _ in spans}
+    assert all(begin <= end for _, begin, end in spans)
+    copies = [(begin, end) for track, begin, end in spans if track == "up"]
+    assert max(end - begin for begin, end in copies) > 20, "10 MiB take longer than 20 microseconds to come up"
+    others = [(begin, end) for track, begin, end in spans if track in ("down", "model")]
+    assert any(a < d and c < b for a, b in copies for c, d in others), "nothing overlaps"
+
+
+@pytest.mark.parametrize("gpu", ["512MiB", "640MiB"])
+def test_the_budget_holds_over_a_thousand_steps_of_all_lengths(gpu: str) -> None:
+    """Plans improve, longer inputs bring the first one back, holes do not pile up."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=1000, use_cache=False)).cuda()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, optimizer = overspill.prepare(model, optimizer, gpu=gpu, host="1GiB")
+    lengths, plans = torch.Generator().manual_seed(0), set()
+    for step in range(1000):
+        longest = 64 + 192 * step // 1000
+        length = int(torch.randint(8, longest, (), generator=lengths))
+        tokens = torch.randint(0, 1000, (4, length), device="cuda")
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        plans.add(optimizer.report()["plan"].bytes_of("device", "state"))
+    report = optimizer.report()
+    others = overspill.api._engine(model).parts.planned.others
+    assert report["measured"]["device"] - others <= report["plan"].budget.device
+    assert len(plans) > 1, "no other plan ever came into force"
     overspill.close(model)
