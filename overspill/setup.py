@@ -32,6 +32,7 @@ from overspill.tiers import (
     NvmeTier,
     Tier,
     keep_no_freed_memory,
+    node_of,
     share_one_heap,
 )
 from overspill.units.layout import Layout, refuse_overlaps
@@ -194,7 +195,7 @@ def build_engine(
     owned = made.peak("device") - made.bytes_of("device", "activations")
     planned = Planned(owned, made.peak("device"), made.bytes_of("device", "grad"))
     with ExitStack() as undo:
-        tiers = _tiers(model, made, paths, pin, undo)
+        tiers = _tiers(model, made, paths, device, undo)
         extend = _Extend(made, planned, paths, tiers, pin)
         source = source_of(model, chosen.weights, device, comm)
         materials = Materials(device, optimizer, update_rule(optimizer, chosen), source, extend, comm)
@@ -261,16 +262,18 @@ class _Extend:
         return more
 
 
-def _tiers(model: nn.Module, made: Plan, paths: list[tuple[Path, int | None]], pin: bool, undo: ExitStack) -> Tiers:
+def _tiers(
+    model: nn.Module, made: Plan, paths: list[tuple[Path, int | None]], device: torch.device, undo: ExitStack
+) -> Tiers:
     """The storage that the plan asks for; what was made is closed again if the rest cannot be."""
     host, nvme = (sum(made.bytes_of(tier, role) for role in ROLES) for tier in HOMES)
     tiers: Tiers = {"null": NullTier()}
     if nvme:
-        tiers["nvme"] = NvmeTier(paths, nvme, made.staging, pin)
+        tiers["nvme"] = NvmeTier(paths, nvme, made.staging, device.type == "cuda")
         undo.callback(tiers["nvme"].close)
     if host:
         here = sum(local_of(p).nbytes for p in model.parameters() if p.device.type == "cpu" and builder_of(p) is None)
         moving_in = min(here, made.bytes_of("host", "weight"))
-        tiers["host"] = HostTier(host, moving_in=moving_in)
+        tiers["host"] = HostTier(host, moving_in, node_of(device))
         undo.callback(tiers["host"].close)
     return tiers

@@ -15,6 +15,7 @@ from overspill.tiers.growing import GrowingTier
 from overspill.tiers.host import HostTier
 from overspill.tiers.malloc import freed_at_once
 from overspill.tiers.null import NullTier
+from overspill.tiers.numa import node_of
 from overspill.tiers.nvme import NvmeTier
 from overspill.tiers.probe import device_available, disk_free, host_available, resident_bytes
 from overspill.tiers.resident import DeviceTier
@@ -34,6 +35,7 @@ __all__ = [
     "freed_at_once",
     "host_available",
     "keep_no_freed_memory",
+    "node_of",
     "resident_bytes",
     "share_one_heap",
     "workers",

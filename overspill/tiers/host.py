@@ -13,6 +13,7 @@ from torch import Tensor
 from overspill.errors import BudgetError, StateError, TierError
 from overspill.specs import align
 from overspill.tiers.base import Slot, check_bytes, no_room
+from overspill.tiers.numa import prefer
 from overspill.tiers.probe import host_available
 from overspill.tiers.threads import workers
 
@@ -36,7 +37,7 @@ class Arena:
     A child that shared it would make every later write here copy its page first.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, node: int | None = None) -> None:
         self.nbytes = align(nbytes, mmap.PAGESIZE)
         self.pinned = False
         self.view = memoryview(bytearray())
@@ -52,6 +53,8 @@ class Arena:
         with torch.inference_mode(False):
             self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
         self._finalizer = weakref.finalize(self, _release, memory, self._locked, os.getpid())
+        if node is not None:
+            prefer(self.tensor.data_ptr(), self.nbytes, node)
 
     def touch(self, start: int) -> None:
         """Fault in the pages behind `start`, before locking would do so with no way to stop before the OOM killer."""
@@ -76,16 +79,17 @@ class HostTier:
     """Slots in one arena; copies are asynchronous on the caller's current stream when the other side is cuda.
 
     `moving_in`: bytes that are in host memory already and are given up as they are stored in the first slots. They
-    must not be there twice, so the pages for them are taken as they are written, all others now.
+    must not be there twice, so the pages for them are taken as they are written, all others now. `node`: whose memory
+    it shall be, where there are several; see numa.py.
     """
 
-    def __init__(self, capacity: int, moving_in: int = 0) -> None:
+    def __init__(self, capacity: int, moving_in: int = 0, node: int | None = None) -> None:
         self.name = "host"
         self.capacity = capacity
         self._used = 0
         self._closed = False
         _check_headroom(capacity - moving_in, done=0, total=capacity)
-        self._arena = Arena(capacity)
+        self._arena = Arena(capacity, node)
         self._arena.touch(moving_in)
 
     def pin(self) -> None:
