@@ -25,6 +25,8 @@ from overspill.checkpoint.packing import pack, unpack
 from overspill.checkpoint.staging import discard, disk_errors, fsync_folder, leftovers, move_in, staged
 from overspill.checkpoint.tensorfile import (
     DTYPES,
+    INDEX_FILE,
+    MODEL_FILE,
     PIECE_BYTES,
     Entry,
     Reader,
@@ -224,6 +226,11 @@ def _open(folder: Path) -> Saved:
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
+    if not path.exists() and any((folder / name).exists() for name in (MODEL_FILE, INDEX_FILE)):
+        raise TierError(
+            f"expected a checkpoint of overspill.save at {str(folder)!r}, found plain safetensors; give that folder to "
+            "prepare as weights="
+        )
     content = read_json(path)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise TierError(f"expected the manifest of a checkpoint in {str(path)!r}, found another file; give its folder")

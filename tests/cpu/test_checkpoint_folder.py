@@ -334,3 +334,9 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     grown = int(result.stdout) * 1024
     assert grown < 100 << 20, f"{grown >> 20} MiB to save and load 256 MiB"
+
+
+def test_a_folder_of_plain_safetensors_is_told_from_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(TierError, match=r"found plain safetensors; give that folder to prepare as weights="):
+        open_folder(tmp_path)
