@@ -112,8 +112,8 @@ class Recorder:
 
 
 class OwnTime:
-    """Counts the host time that a training loop spends in this package, without what it waits there. Calls inside of
-    calls count once. Loop and backward pass take turns, so one counter is enough."""
+    """Counts the host time that a training loop spends in this package: that of its own threads, so without what they
+    wait for. Calls inside of calls count once. Loop and backward pass take turns, so one counter is enough."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -122,18 +122,13 @@ class OwnTime:
 
     def __enter__(self) -> None:
         if self._depth == 0:
-            self._begin = time.perf_counter()
+            self._begin = time.thread_time()
         self._depth += 1
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self.seconds += time.perf_counter() - self._begin
-
-    def waited(self, seconds: float) -> None:
-        """So much of it was waiting."""
-        if self._depth:
-            self.seconds -= seconds
+            self.seconds += time.thread_time() - self._begin
 
 
 own_time = OwnTime()

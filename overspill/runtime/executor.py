@@ -14,7 +14,6 @@ from overspill.errors import StateError
 from overspill.program import Event, Key, Kind, Lane, Op, Program, State, react, start
 from overspill.runtime.lanes import Lanes, Ticket, Tickets, Work
 from overspill.runtime.ranks import Ranks
-from overspill.trace import own_time
 
 
 class Pager(Protocol):
@@ -112,7 +111,7 @@ class Executor:
 
     def _run(self, op: Op) -> None:
         for ticket in self.tickets.of(op.done):
-            _waiting(ticket.finish)
+            ticket.finish()
         waits = self.tickets.of(op.waits)
         if op.lane == Lane.PAGES:
             assert self.pager is not None, "only where there is a pager"
@@ -123,7 +122,7 @@ class Executor:
             if op.kind == Kind.UPDATED and self.pager is not None:
                 self.pager.hurry(op.unit)
             for ticket in waits:
-                _waiting(ticket.wait)
+                ticket.wait()
             self.lanes.compute(op, lambda: self._handlers[op.kind](op)())
             self.times[op.kind] += time.perf_counter() - begin
             if op.kind == Kind.DUE:
@@ -160,10 +159,3 @@ class Executor:
     def traffic(self) -> Counter[Lane]:
         """Bytes that were moved, by lane."""
         return self.moved + self.pager.moved if self.pager is not None else Counter(self.moved)
-
-
-def _waiting(wait: Callable[[], None]) -> None:
-    """Wait for something that is no work of ours."""
-    begin = time.perf_counter()
-    wait()
-    own_time.waited(time.perf_counter() - begin)

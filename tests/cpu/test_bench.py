@@ -117,6 +117,7 @@ def test_a_peer_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypatc
     assert not row["ok"] and row["process_seconds"] >= 6
 
 
+@pytest.mark.full
 def test_the_largest_size_is_trained_and_the_next_refused(tmp_path: Path) -> None:
     budgets = ["--gpu", "24MiB", "--host", "24MiB"]
     work = ["--seq", "16", "--micro-batch", "1", "--from", "300K", "--ratio", "1.3"]

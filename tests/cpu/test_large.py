@@ -20,7 +20,8 @@ def run(*arguments: object) -> str:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_larger_than_memory_is_loaded_trained_and_exported(dtype: str, tmp_path: Path) -> None:
     given, nvme, out = tmp_path / "given", tmp_path / "nvme", tmp_path / "out"
     nvme.mkdir()
