@@ -17,11 +17,11 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from overspill.errors import ModelError, StateError
+from overspill.runtime.untraced import untraced
 from overspill.units.local import local_of, version_of
 
 log = logging.getLogger("overspill")
@@ -139,7 +139,7 @@ class Closed(Prepared):
     """A parameter between uses. See Note [Closed parameters]."""
 
     @classmethod
-    @_disable_dynamo
+    @untraced
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -287,7 +287,7 @@ def _copied(p: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     return copied
 
 
-@_disable_dynamo
+@untraced
 def _touch(p: nn.Parameter) -> None:
     keeper = keeper_of(p)
     if keeper is not None:

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from overspill.errors import StateError
 from overspill.program import Begin, Due, Mark, Settle, Step
@@ -23,6 +22,7 @@ from overspill.runtime.precision import cast_inputs
 from overspill.runtime.residency import Residency
 from overspill.runtime.rounds import Rounds
 from overspill.runtime.steps import Steps
+from overspill.runtime.untraced import untraced
 from overspill.runtime.watch import ShapeWatch
 from overspill.units.local import local_of, part_for, wrapped
 
@@ -152,7 +152,7 @@ class Engine:
         self.eager = Eager(self.units, groups, take)
         self.residency.check_use = self.eager.check
 
-    @_disable_dynamo
+    @untraced
     def step(self, groups: list[dict[str, Any]]) -> None:
         """Take the gradients that are there; every unit's update is due before its next use."""
         self.check_open()
@@ -186,7 +186,7 @@ class Engine:
                 self.residency.need((unit,), ahead=False)
         self.measures.tick()
 
-    @_disable_dynamo
+    @untraced
     def settle(self) -> None:
         """Finish pending updates, bring everything home, and wait until it is there."""
         self.check_open()

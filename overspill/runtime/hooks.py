@@ -25,11 +25,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map_only
 
 from overspill.runtime.door import Prepared
 from overspill.runtime.generation import NARROW
+from overspill.runtime.untraced import untraced
 from overspill.trace import own_time
 from overspill.units.layout import Layout
 
@@ -86,7 +86,7 @@ class Hook:
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
 
-    @_disable_dynamo
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with own_time:
             return self._run(*args, **kwargs)
