@@ -21,7 +21,7 @@ from overspill.plan.plan import Plan
 from overspill.plan.solver import Request, finish, improve, page_sizes, solve
 from overspill.runtime import parts
 from overspill.runtime.updates import as_text
-from overspill.specs import ROLES, Activations, Budget, Limits, ModelSpec, Placement, Sharding, StateFormat, human
+from overspill.specs import ROLES, Activations, Budget, Limits, ModelSpec, Placement, Role, Sharding, StateFormat, human
 from overspill.tiers import (
     device_available,
     disk_free,
@@ -246,11 +246,13 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
     return Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, place, copied_norms=cpu, paged=paged)
 
 
-def improved(made: Plan, laid_out: Layout, how: tuple[Options, Ground, Forms], activations: Activations) -> Plan | None:
-    """The plan anew, now that activations are known: with more on the device, if there is room."""
-    chosen, ground, forms = how
+def improved(
+    made: Plan, laid_out: Layout, how: tuple[Options, Ground, Forms], seen: tuple[Activations, tuple[Role, ...]]
+) -> Plan | None:
+    """The plan anew, now that activations are known: with more of these roles on the device, if there is room."""
+    (chosen, ground, forms), (activations, roles) = how, seen
     request = _request(laid_out, chosen, (ground, made.budget, made.page_bytes), forms)
-    return improve(dataclasses.replace(request, activations=activations), made)
+    return improve(dataclasses.replace(request, activations=activations), made, roles)
 
 
 def rearranged(

@@ -1,8 +1,12 @@
 """When more is known of activations: another plan, with more on the device. The runtime measures, this plans anew.
 
 Note [Longer inputs]: what moved in leaves less room for activations than the first plan kept for them, and a longer
-input than any before needs more. So before a call with one, if what is known says that it may not fit, the first plan
-comes back, and then all is measured again. How activations grow with the input nobody knows; at most with its square.
+input than any before needs more. So before a call with one, if what is known says that it may not fit, the states, and
+gradients if there are none just now, move out again, and then all is measured anew. Weights stay: a graph that is
+being built may need them where they are. How activations grow with the input nobody knows; at most with its square.
+
+Note [Sums that were not planned]: a loop that adds up gradients without saying so (micro_batches=) takes twice the room
+for them. When that begins, states move out, and nothing moves in any more.
 """
 
 import dataclasses
@@ -24,6 +28,20 @@ MARGIN_SHARE = 0.06
 and torch's allocator cannot use every hole; twice that where it had to look for holes already."""
 ALIKE = 0.9
 """Inputs of at least this share of the longest tell what that takes."""
+
+
+Size = tuple[int, int]
+"""Of inputs: elements in all, and the longest dimension."""
+NONE: Size = (0, 0)
+
+
+def _ratio(one: Size, other: Size) -> float:
+    """How much longer one is."""
+    return max(a / max(b, 1) for a, b in zip(one, other, strict=True))
+
+
+def _longest(one: Size, other: Size) -> Size:
+    return max(one[0], other[0]), max(one[1], other[1])
 
 
 class CurrentPlan:
@@ -54,68 +72,86 @@ class Replanner:
         optimizer = engine.parts.optimizer
         forms = forms_of(optimizer, chosen, ground.sharding(held.plan.model.sharding.zero, optimizer))
         self._how = (chosen, ground, forms)
-        self._longest = self._longest_now = 0
+        self._longest = self._longest_now = NONE
         """Of all inputs; of those since measuring began."""
         self._known: Activations | None = None
         """What the longest took, as far as that is known."""
         self._done = False
+        """Whether nothing more can move in, for inputs like those so far."""
+        self._summed = False
+        """See Note [Sums that were not planned]."""
 
-    def called(self, size: int) -> None:
-        """The model is called with an input of this size, to train."""
-        gradients = any(not g.zero for g in self._engine.parts.made.grads.bytes.current())
-        if size > self._longest:
-            if not self._fits(size):
-                self._go_back(gradients)
-            self._longest, self._known, self._done = size, None, False
+    def called(self, size: Size) -> None:
+        """The model is called with inputs of this size, to train."""
+        longer = _ratio(size, self._longest) > 1
+        may_add = self._how[0].micro_batches == 1 and self._held.plan is not self._first and not self._summed
+        if self._done and not longer and not may_add:
+            return
+        held = self._engine.parts.made.grads.bytes
+        there = [g for g in held.current() if not g.zero]
+        adds = any(not g.stepped for g in there)
+        self._summed |= self._how[0].micro_batches == 1 and (adds or bool(held.widened))
+        if (longer and not self._fits(size)) or (self._summed and may_add):
+            self._go_back(keep_gradients=bool(there or held.widened))
+        if longer:
+            self._longest, self._known, self._done = _longest(size, self._longest), None, False
             self._measure()
-        self._longest_now = max(self._longest_now, size)
-        seen = None if self._done or gradients else self._engine.measures.activations()
+        self._longest_now = _longest(size, self._longest_now)
+        if self._summed:
+            self._end()
+        seen = None if self._done or adds else self._engine.measures.activations()
         if seen is None:
             return
-        if self._longest_now >= ALIKE * self._longest:
+        if _ratio(self._longest, self._longest_now) <= 1 / ALIKE:
             self._known = seen
-            self._done = not self._improve(seen)
-        if not self._done:
-            self._measure()
-        else:
-            self._engine.measures.end()
+            if not self._improve(seen, tuple(role for role in ROLES if role != "grad" or not there)):
+                self._end()
+                return
+        self._measure()
+
+    def _end(self) -> None:
+        self._done = True
+        self._engine.measures.end()
 
     def _measure(self) -> None:
-        self._longest_now = 0
+        self._longest_now = NONE
         self._engine.measures.begin()
 
     def _margin(self) -> int:
         shares = MARGIN_SHARE * (2 if self._engine.measures.pressed else 1)
         return max(MARGIN, int(shares * self._held.plan.budget.device))
 
-    def _fits(self, size: int) -> bool:
+    def _fits(self, size: Size) -> bool:
         """Whether there is room for what an input may take. See Note [Longer inputs]."""
         if self._held.plan is self._first:
             return True
         if self._known is None:
             return False
-        plan, grown = self._held.plan, (size / self._longest) ** 2
+        plan, grown = self._held.plan, _ratio(size, self._longest) ** 2
         grads = plan.bytes_of("device", "grad")
         known = Activations(int(self._known.before * grown), int(self._known.after * grown))
         return _owned(plan) + known.beside(grads) <= plan.budget.device
 
-    def _go_back(self, gradients: bool) -> None:
-        """What moved in moves out again, but for the homes of gradients, while there are some."""
-        now, first = self._held.plan, self._first
-        if gradients:
-            pairs = zip(first.placements, now.placements, strict=True)
-            placements = tuple(dataclasses.replace(then, grad=p.grad) for then, p in pairs)
-            first = rearranged(first, self._engine.parts.layout, self._how, placements)
+    def _go_back(self, keep_gradients: bool) -> None:
+        """What moved in moves out again, but for weights, and for gradients while there are some."""
+        now, pairs = self._held.plan, zip(self._first.placements, self._held.plan.placements, strict=True)
+        placements = tuple(
+            dataclasses.replace(then, weight=p.weight, grad=(p if keep_gradients else then).grad) for then, p in pairs
+        )
+        if placements == now.placements:
+            return
+        first = rearranged(self._first, self._engine.parts.layout, self._how, placements)
         less = human(_owned(now) - _owned(first))
-        log.info("a longer input than any before: %s leave the device until it is known what it takes", less)
+        log.info("longer inputs than any before, or sums that were not planned: %s leave the device", less)
         come_into_force(self._engine, first)
         self._held.plan = first
 
-    def _improve(self, seen: Activations) -> bool:
+    def _improve(self, seen: Activations, roles: tuple[Role, ...]) -> bool:
         """Whether there was room for more."""
         now, margin = self._held.plan, self._margin()
         kept = Activations(seen.before + margin, seen.after + margin)
-        found, most = improved(now, self._engine.parts.layout, self._how, kept), max(seen.before, seen.after)
+        found = improved(now, self._engine.parts.layout, self._how, (kept, roles))
+        most = max(seen.before, seen.after)
         if found is None:
             log.info("activations took %s; the plan stays as it is", human(most))
             return False
@@ -139,21 +175,22 @@ def come_into_force(engine: Engine, plan: Plan) -> None:
     """Another plan holds from now on: what it has on the device moves in, the rest moves out, unit by unit."""
     engine.settle()
     executor, made = engine.executor, engine.parts.made
-    roles: dict[Role, _Homes] = {"weight": made.weights, "state": made.pages, "grad": made.grads.bytes}
+    roles: dict[Role, _Homes] = {"state": made.pages, "grad": made.grads.bytes}
     for unit, now in enumerate(plan.placements):
         before = executor.program.placements[unit]
-        if before.weight != now.weight and now.weight == "device":
+        if before.weight != now.weight:
+            assert now.weight == "device", "weights that moved in stay"
             engine.residency.need((unit,), ahead=False)
+            made.weights.move_in(unit)
         for role, homes in roles.items():
             if before.of(role) != now.of(role):
                 (homes.move_in if now.of(role) == "device" else homes.move_out)(unit)
         _place(engine, unit, plan)
     if executor.pager is not None:
         executor.pager.resize(plan.limits.depth)
-    # What lives elsewhere again leaves.
-    engine.settle()
     planned = engine.parts.planned
-    planned.owned, planned.peak, planned.grads = _owned(plan), plan.peak("device"), plan.bytes_of("device", "grad")
+    planned.owned, planned.grads = _owned(plan) + planned.granted, plan.bytes_of("device", "grad")
+    planned.peak = plan.peak("device")
 
 
 def _place(engine: Engine, unit: int, plan: Plan) -> None:
@@ -163,11 +200,8 @@ def _place(engine: Engine, unit: int, plan: Plan) -> None:
         program, state = executor.program, executor.state
         placements = (*plan.placements[: unit + 1], *program.placements[unit + 1 :])
         limits = plan.limits if executor.pager is not None else program.limits
-        was, now = program.placements[unit].weight, plan.placements[unit].weight
         executor.program = dataclasses.replace(program, placements=placements, limits=limits)
-        own, here = frozenset((unit,)), tuple(u for u in state.here if u != unit)
-        if now == "device":
+        if plan.placements[unit].weight == "device":
             # What lives here is never written home again, whoever holds views of it.
+            own, here = frozenset((unit,)), tuple(u for u in state.here if u != unit)
             executor.state = state.but(here=here, changed=state.changed - own, pinned=state.pinned - own)
-        elif was == "device":
-            executor.state = state.but(here=(*here, unit), changed=state.changed | own)

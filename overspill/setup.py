@@ -196,7 +196,7 @@ def build_engine(
     planned = Planned(owned, made.peak("device"), made.bytes_of("device", "grad"))
     with ExitStack() as undo:
         tiers = _tiers(model, made, paths, device, undo)
-        extend = _Extend(made, planned, paths, tiers, pin)
+        extend = _Extend(made, planned, paths, tiers, device)
         source = source_of(model, chosen.weights, device, comm)
         materials = Materials(device, optimizer, update_rule(optimizer, chosen), source, extend, comm)
         program = dataclasses.replace(made.program, eager=chosen.update == "eager")
@@ -234,13 +234,14 @@ class _Extend:
     """Makes more room on a tier than the plan has, within its budget."""
 
     def __init__(
-        self, made: Plan, planned: Planned, paths: list[tuple[Path, int | None]], tiers: Tiers, pin: bool
+        self, made: Plan, planned: Planned, paths: list[tuple[Path, int | None]], tiers: Tiers, device: torch.device
     ) -> None:
         self._made = made
         self._planned = planned
+        self._node = node_of(device)
         self._paths = paths
         self._tiers = tiers
-        self._pin = pin
+        self._pin = device.type == "cuda"
 
     def __call__(self, tier: TierName, nbytes: int) -> Tier | None:
         budget, peak = getattr(self._made.budget, tier), self._made.peak(tier)
@@ -254,8 +255,12 @@ class _Extend:
                 f"{human(budget)} are left; say micro_batches=2 (or how many there are) to prepare"
             )
         if tier == "device":
+            self._planned.owned += nbytes
+            self._planned.granted += nbytes
             return None
-        more: Tier = HostTier(nbytes) if tier == "host" else NvmeTier(self._paths, nbytes, STAGING, self._pin)
+        more: Tier = (
+            HostTier(nbytes, node=self._node) if tier == "host" else NvmeTier(self._paths, nbytes, STAGING, self._pin)
+        )
         if isinstance(more, HostTier) and self._pin:
             more.pin()
         self._tiers[f"{tier}+"] = more  # type: ignore[index]

@@ -329,6 +329,6 @@ class Limits:
     window: int
     """Bytes of weights away from home that may be on the device at once."""
     depth: int
-    """Pages that may be staged on the device at once: 1 no overlap, 2 load ahead, 3 load ahead and drain behind."""
+    """Slots of the ring, which pages pass through: with one nothing overlaps, more are for what comes and goes."""
     flight: int
     """Bytes of gradients that may be on their way home before the next one is sent."""

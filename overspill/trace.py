@@ -73,7 +73,10 @@ class Recorder:
         """From here on, until the next mark, the model's own stream works for this; nothing: it waits."""
         if not self.on:
             return
-        now, before = self._stamp(MODEL), self._mark
+        before = self._mark
+        if before is not None and before[0] == name:
+            return
+        now = self._stamp(MODEL)
         self._mark = (name, now) if name else None
         if before is not None:
             with self._lock:
@@ -111,14 +114,20 @@ class Recorder:
         return self._zero[1] + float(self._zero[0].elapsed_time(stamp)) / 1e3
 
 
-class OwnTime:
+class OwnTime(threading.local):
     """Counts the host time that a training loop spends in this package: that of its own threads, so without what they
-    wait for. Calls inside of calls count once. Loop and backward pass take turns, so one counter is enough."""
+    wait for. Calls inside of calls count once."""
+
+    total = 0.0
+    """Of all threads."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
         self._depth = 0
         self._begin = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return OwnTime.total
 
     def __enter__(self) -> None:
         if self._depth == 0:
@@ -128,7 +137,7 @@ class OwnTime:
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self.seconds += time.thread_time() - self._begin
+            OwnTime.total += time.thread_time() - self._begin
 
 
 own_time = OwnTime()

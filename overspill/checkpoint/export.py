@@ -85,5 +85,7 @@ def _move_files(folder: Path, path: Path) -> None:
     fsync_folder(path)
     os.rename(folder / last, path / last)
     fsync_folder(path)
-    for file in old:
-        os.unlink(path / f"{file}{REPLACED}")
+    for kept in path.iterdir():
+        # Also what an interrupted export left.
+        if kept.name.endswith(REPLACED) and _WRITTEN.fullmatch(kept.name.removesuffix(REPLACED)):
+            os.unlink(kept)

@@ -244,9 +244,9 @@ def _simulated(request: Request, placements: tuple[Placement, ...], limits: Limi
 # --- when activations are known
 
 
-def improve(request: Request, made: Plan) -> Plan | None:
-    """A plan with more on the device than the one that was made before so much was known of activations; None: there is
-    no room for more."""
+def improve(request: Request, made: Plan, roles: tuple[Role, ...] = ROLES) -> Plan | None:
+    """A plan with more of these roles on the device than the one that was made before so much was known of activations;
+    None: there is no room for more."""
     assert request.activations is not None, "only when activations are known"
     owned = sum(line.nbytes for line in _device_lines(request, made.placements, made.limits))
     grads = _on(request.model, made.placements, "grad", "device")
@@ -255,7 +255,7 @@ def improve(request: Request, made: Plan) -> Plan | None:
     before = request.budget.device - (owned - grads) - max(seen.before, largest)
     after = request.budget.device - owned - max(seen.after, largest)
     placements = list(made.placements)
-    for role in ROLES:
+    for role in roles:
         for index, unit in enumerate(request.model.units):
             taken, room = unit.role_bytes(role), after if role == "grad" else min(before, after)
             if placements[index].of(role) != "device" and taken and taken <= room:

@@ -59,7 +59,9 @@ def _take(program: Program, state: State, event: Grad, ops: list[Op]) -> State:
         ops.append(Op(Kind.GRAD_ADD, Lane.COMPUTE, unit, param, nbytes, (stored, fetched, reduced)))
         state = state.but(leaving=tuple(k for k in state.leaving if k != (unit, param)))
     ops.append(Op(Kind.GRAD_NORM, Lane.COMPUTE, unit, param, waits=(reduced,)))
-    ops.append(Op(Kind.GRAD_STORE, lanes(home)[1], unit, param, nbytes, (reduced,)))
+    # An update that has begun may still be fetching the gradient that was there before.
+    behind = (reduced, Key(Kind.UPDATE, unit)) if unit in state.begun else (reduced,)
+    ops.append(Op(Kind.GRAD_STORE, lanes(home)[1], unit, param, nbytes, behind))
     return state.but(leaving=(*(k for k in state.leaving if k != (unit, param)), (unit, param)))
 
 

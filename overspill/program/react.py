@@ -61,7 +61,7 @@ def react(program: Program, state: State, event: Event) -> tuple[State, list[Op]
 
 def _need(program: Program, state: State, event: Need, ops: list[Op]) -> State:
     state = advance(state, event)
-    if event.phase == "train" and not state.training:
+    if event.phase == "train" and event.ahead and not state.training:
         state = state.but(training=True)
     keep = event.held | state.pinned | frozenset(event.units)
     for unit in event.units:
@@ -133,8 +133,6 @@ def _settle(program: Program, state: State, event: Settle, ops: list[Op]) -> Sta
     for unit in every if event.units is None else event.units:
         state = write_home(program, state, unit, ops)
     state = give_room(program, state, ops)
-    if event.units is not None:
-        return state
-    while state.leaving:
+    while event.units is None and state.leaving:
         state = drop_grad(program, state, ops)
-    return make_room(program, state, 0, state.pinned | event.held, ops)
+    return state

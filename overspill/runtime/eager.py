@@ -35,7 +35,14 @@ class _Begun:
 class Eager:
     """Counts the gradients of each unit."""
 
-    def __init__(self, units: Sequence[Unit], groups: list[dict[str, Any]], take: Take) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        groups: list[dict[str, Any]],
+        take: Take,
+        spoil: Callable[[BaseException], None],
+    ) -> None:
+        self._spoil = spoil
         self._units = units
         self._groups = groups
         self._take = take
@@ -118,11 +125,14 @@ class Eager:
                     )
             for p, generation in begun.gradients:
                 if gradient_of(p) is not generation:
-                    raise StateError(
+                    error = StateError(
                         "expected gradients to be left alone between backward and step() with update='eager', found "
                         f"that of {generation.spec.name!r} replaced: its update has begun with the old one; use "
                         "update='lazy'"
                     )
+                    self._taken.clear()
+                    self._spoil(error)
+                    raise error
         for begun in self._taken.values():
             for _, generation in begun.gradients:
                 generation.spent = False

@@ -30,7 +30,7 @@ from overspill.units.local import local_of, part_for, wrapped
 class Planner(Protocol):
     """See overspill/replanning.py."""
 
-    def called(self, size: int) -> None: ...
+    def called(self, size: tuple[int, int]) -> None: ...
 
 
 class Engine:
@@ -85,7 +85,7 @@ class Engine:
         self._watch.check(call=True)
         self.residency.copies.forget()
         if self.planner is not None and torch.is_grad_enabled():
-            self.planner.called(sum(t.numel() for t in hooks.tensors_in((args, kwargs))))
+            self.planner.called(_size_of((args, kwargs)))
         if self._buffers is not None:
             self._buffers.begin()
         self.executor(Begin(self.residency.phase))
@@ -101,6 +101,8 @@ class Engine:
     def arrived(self, unit: int, param: int) -> None:
         """Autograd accumulated into `p.grad`: a new gradient becomes a generation; a handle has taken it already."""
         self.measures.gradient_came()
+        if self.parts.made.recorder.on:
+            self.parts.made.recorder.mark(f"backward of {self.units[unit].spec.name}")
         p = self.units[unit].params[param]
         gradient, own = p.grad, self.residency.own_grads.get((unit, param))
         handed = gradient is not None and isinstance(local_of(gradient), GradHandle)
@@ -149,7 +151,7 @@ class Engine:
             itself.executor(Due(frozenset((unit,))))
             return True
 
-        self.eager = Eager(self.units, groups, take)
+        self.eager = Eager(self.units, groups, take, self.executor.give_up)
         self.residency.check_use = self.eager.check
 
     @untraced
@@ -270,3 +272,9 @@ class Engine:
 def _is_seen(engine: Engine, unit: int) -> bool:
     """Whether somebody may look at a unit's weights without asking for them."""
     return engine.residency.full or (engine.units[unit].viewed and engine.units[unit].here)
+
+
+def _size_of(inputs: Any) -> tuple[int, int]:
+    """Elements in all, and the longest dimension."""
+    shapes = [t.shape for t in hooks.tensors_in(inputs)]
+    return sum(shape.numel() for shape in shapes), max((n for shape in shapes for n in shape), default=0)

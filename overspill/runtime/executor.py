@@ -51,7 +51,7 @@ class Executor:
         self._failed: BaseException | None = None
         self._pid = os.getpid()
         self.lock = threading.RLock()
-        """Whoever looks at what ops change while they run must hold it: pages may be updated by another thread."""
+        """Autograd may run the nodes of one backward pass in two threads."""
         self.pager: Pager | None = None
         """Who passes pages through the ring, where somebody does."""
         self.views = threading.Lock()
@@ -95,6 +95,10 @@ class Executor:
                 "of its weights updated and some not; prepare anew, from a checkpoint"
             )
 
+    def give_up(self, error: BaseException) -> None:
+        """Weights are neither those before a step nor those after it."""
+        self._failed = error
+
     def _fold(self, state: State, ops: list[Op]) -> None:
         self.state = state
         if not ops:
@@ -125,6 +129,9 @@ class Executor:
                 ticket.wait()
             self.lanes.compute(op, lambda: self._handlers[op.kind](op)())
             self.times[op.kind] += time.perf_counter() - begin
+            if op.kind == Kind.UPDATED and self.pager is not None:
+                # Its next update may be looked forward to.
+                self.pager.wake()
             if op.kind == Kind.DUE:
                 self.tickets.put(op.key, self.lanes.mark())
             return

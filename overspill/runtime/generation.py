@@ -109,6 +109,8 @@ class Generation:
     """What this rank has of it; None: all. See Note [Shares]."""
     spent = False
     """Whether an update that has begun took it, before the step that it belongs to."""
+    stepped = False
+    """Whether a step took it, and nothing was added since."""
     local = False
     """Whether other ranks have another one, which is still to be added."""
 

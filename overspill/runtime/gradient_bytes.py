@@ -34,7 +34,8 @@ class GradientBytes:
         self._left: dict[tuple[int, int], tuple[Home | None, bool]] = {}
         """Homes of gradients that moved in, and whether they are wide."""
         self._widen = widen
-        self._widened: set[tuple[int, int]] = set()
+        self.widened: set[tuple[int, int]] = set()
+        """Sums that were not planned and have homes. See Note [Unplanned width]."""
         self._executor = executor
         self._collector = collector
         self._device = executor.lanes.device
@@ -46,10 +47,12 @@ class GradientBytes:
         return self._homes[unit, param]
 
     def move_in(self, unit: int) -> None:
-        """A unit's gradients live on the device from now on. None of them has bytes."""
+        """A unit's gradients live on the device from now on. None of them has bytes, but older ones that somebody
+        still looks at."""
         for key in self._homes:
             if key[0] == unit:
-                self._left[key] = (self._homes[key], key in self._widened)
+                self._keep_former(key, None)
+                self._left[key] = (self._homes[key], key in self.widened)
                 self._homes[key] = None
                 self._owner.pop(key, None)
 
@@ -58,7 +61,7 @@ class GradientBytes:
         for key in self._homes:
             if key[0] == unit:
                 self._homes[key], wide = self._left.pop(key)
-                self._widened = self._widened | {key} if wide else self._widened - {key}
+                self.widened = self.widened | {key} if wide else self.widened - {key}
 
     def read(self, generation: Generation) -> Tensor:
         """The gradient's current value. May be its own bytes: do not write to it and do not hand it out."""
@@ -95,23 +98,8 @@ class GradientBytes:
             for g, share, norm in zip(every, shares, self._collector.norms(shares, order), strict=True):
                 g.whole_norms[order] = (norm, share)
         if self._device.type == "cuda" and any(g.span is None and order not in g.norms for g in generations):
-            self._norm_together([g for g in (*self.current(), *generations) if g.span is None], order)
+            _norm_together(self._executor, [g for g in (*self.current(), *generations) if g.span is None], order)
         return [g.whole_norms[order][0] if g.span is not None else self._norm(g, order) for g in generations]
-
-    def _norm_together(self, generations: Sequence[Generation], order: float) -> None:
-        """Those that are on the device and as they came: a few kernels for all of them."""
-        alike: dict[tuple[torch.dtype, int], list[Generation]] = {}
-        for g in {id(g): g for g in generations}.values():
-            plain = not (g.lent or g.zero or g.todo or order in g.norms)
-            if plain and g.value is not None and g.value.device == self._device:
-                alike.setdefault((g.dtype, id(g.factor)), []).append(g)
-        for found in alike.values():
-            if len(found) > 1:
-                for g in found:
-                    self._executor.wait(Key(Kind.REDUCE, g.unit))
-                for g, norm in zip(found, Generation.norms_of(found, order), strict=True):
-                    g.norms[order] = norm
-                    g.raw_norm = norm if order == 2.0 else g.raw_norm
 
     def _norm(self, generation: Generation, order: float) -> Tensor:
         """Of what this rank has."""
@@ -140,21 +128,25 @@ class GradientBytes:
         """See Note [Unplanned width]."""
         key, spec = (generation.unit, generation.param), generation.spec
         room = spec.numel if generation.span is None else generation.span.room
-        if generation.narrow or key in self._widened or room * generation.dtype.itemsize <= spec.grad_bytes:
+        if generation.narrow or key in self.widened or room * generation.dtype.itemsize <= spec.grad_bytes:
             return
         self._homes[key] = self._widen(*key)
-        self._widened.add(key)
+        self.widened.add(key)
 
     def claim(self, generation: Generation) -> None:
         """The slot is this generation's now. If somebody still looks at an older one, it gets bytes of its own."""
         key = (generation.unit, generation.param)
         if self.home(*key) is None:
             return
+        self._keep_former(key, generation)
+        self._owner[key] = weakref.ref(generation)
+
+    def _keep_former(self, key: tuple[int, int], generation: Generation | None) -> None:
+        """The slot of a gradient is another one's now, or nobody's."""
         former = self._owner[key]() if key in self._owner else None
         if former is not None and former is not generation and not former.zero and former.value is None:
             former.value = self._load(former).to("cpu")
             log.info("an old gradient of %s is still referred to: kept a copy in host memory", former.spec.name)
-        self._owner[key] = weakref.ref(generation)
 
     def is_at(self, generation: Generation) -> bool:
         """Whether its bytes are at home, or on their way there."""
@@ -173,3 +165,19 @@ class GradientBytes:
 def _is_known(generation: Generation, order: float) -> bool:
     """Whether the norm of all of it is known."""
     return order in generation.whole_norms and generation.whole_norms[order][1] is generation.norms.get(order)
+
+
+def _norm_together(executor: Executor, generations: Sequence[Generation], order: float) -> None:
+    """Those that are on the device and as they came: a few kernels for all of them."""
+    alike: dict[tuple[torch.dtype, int], list[Generation]] = {}
+    for g in {id(g): g for g in generations}.values():
+        plain = not (g.lent or g.zero or g.todo or order in g.norms)
+        if plain and g.value is not None and g.value.device == executor.lanes.device:
+            alike.setdefault((g.dtype, id(g.factor)), []).append(g)
+    for found in alike.values():
+        if len(found) > 1:
+            for g in found:
+                executor.wait(Key(Kind.REDUCE, g.unit))
+            for g, norm in zip(found, Generation.norms_of(found, order), strict=True):
+                g.norms[order] = norm
+                g.raw_norm = norm if order == 2.0 else g.raw_norm

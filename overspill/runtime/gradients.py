@@ -63,10 +63,14 @@ class Gradients:
         if factor is not None and value.dtype == full_dtype(spec):
             value, factor = value * factor, None
         generation = Generation(unit, param, spec, value, factor)
-        if self._rooms is not None and self.bytes.home(unit, param) is None:
-            self._rooms.move_in(generation)
+        self._move_in(generation)
         self.send_home(generation)
         return generation
+
+    def _move_in(self, generation: Generation) -> bool:
+        """Whether it has a place beside the others of its unit now."""
+        lives_here = self.bytes.home(generation.unit, generation.param) is None
+        return self._rooms is not None and lives_here and self._rooms.move_in(generation)
 
     def _laid_out(self, unit: int, param: int, value: Tensor) -> Tensor:
         """In the dtype and, where it is used element by element, in the memory order of its parameter."""
@@ -104,6 +108,7 @@ class Gradients:
 
     def add(self, generation: Generation, value: Tensor, alpha: float = 1) -> None:
         """Another micro-batch contributes, or the user adds something."""
+        generation.stepped = False
         unit, spec = generation.unit, generation.spec
         in_backward = torch._C._current_graph_task_id() != -1
         if self.reduced is not None and self.reduces():
@@ -154,8 +159,10 @@ class Gradients:
 
     def _begin(self, generation: Generation, value: Tensor) -> None:
         """A generation without bytes gets the first contribution of this backward pass."""
-        generation.value = generation.empty(self._device, value.dtype).copy_(value)
-        generation.dtype, generation.factor, generation.zero = value.dtype, self.factor, False
+        generation.value, generation.dtype = value, value.dtype
+        generation.factor, generation.zero = self.factor, False
+        if not self._move_in(generation):
+            generation.value = generation.empty(self._device, value.dtype).copy_(value)
         generation.norms.clear()
         self.send_home(generation)
 

@@ -21,7 +21,7 @@ Work = Callable[[], None]
 INLINE = (Lane.UP, Lane.DOWN, Lane.UPDATE)
 """Lanes whose work on cuda is only put on a stream, which whoever hands it out can do."""
 DEVICE_CYCLES_PER_SECOND = 1_500_000_000
-"""For injected delays only: about what a GPU's clock ticks."""
+"""About what a GPU's clock ticks, for kernels that only take time."""
 
 
 class Ticket:

@@ -27,11 +27,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from queue import SimpleQueue
 
 import torch
 
-from overspill.program import Lane, Program, State, deadline, next_updates
+from overspill.program import Lane, deadline, next_updates
+from overspill.runtime.executor import Executor
 from overspill.runtime.lanes import Ticket
 from overspill.runtime.passage import Passage
 from overspill.runtime.ring import Page
@@ -40,13 +41,6 @@ QUEUED = 6
 """Pages that may be on their way, each way: more than pass while this thread waits for its turn."""
 TURN = 0.0005
 """Seconds; see Note [Turns of threads]."""
-
-
-class Executor(Protocol):
-    """As this thread sees it."""
-
-    program: Program
-    state: State
 
 
 @dataclass(slots=True, eq=False)
@@ -83,15 +77,18 @@ class Pager:
         """In the order in which they came."""
         self._submitted = 0
         """How many came so far."""
-        self._wake, self._idle = threading.Event(), threading.Event()
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        """Not an event: it is also used by whoever collects garbage, in the middle of anything."""
+        self._idle = threading.Event()
         self._lock = threading.Lock()
-        self._later = (-1, deque[Page]())
-        """What may be fetched when everything at hand is on its way, as of when so many had come."""
+        self._later: tuple[tuple[int, frozenset[int]] | None, deque[Page]] = (None, deque())
+        """What may be fetched when everything at hand is on its way; as of when so many had come, and these units were
+        being updated."""
         self._clears = False
         self._closed = False
         self._error: BaseException | None = None
         self.pid = os.getpid()
-        weakref.finalize(self, self._wake.set)
+        weakref.finalize(self, self._wake.put, None)
         args = (weakref.ref(self), self._wake, device)
         self._thread = threading.Thread(target=_serve, args=args, name="overspill-pager", daemon=True)
         self._thread.start()
@@ -123,7 +120,7 @@ class Pager:
         """There may be something to do."""
         with self._lock:
             self._idle.clear()
-            self._wake.set()
+            self._wake.put(None)
 
     def drain(self) -> None:
         """Wait until there is nothing to do any more; what was fetched for later is given up."""
@@ -138,16 +135,14 @@ class Pager:
 
     def close(self) -> None:
         self._closed = True
-        self._wake.set()
+        self._wake.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()
         if self._turns is not None:
             self._turns()
 
     def _reason(self) -> BaseException:
-        found = RuntimeError("pages are not handed out any more")
-        found.__cause__ = self._error
-        return self._error or found
+        return self._error or RuntimeError("pages are not handed out any more")
 
     # --- the thread
 
@@ -158,6 +153,7 @@ class Pager:
                 pass
             if self._clears and not self._closed:
                 self._clears = False
+                self._later = (None, deque())
                 self._passage.clear()
         except BaseException as error:
             self._error = error
@@ -166,7 +162,7 @@ class Pager:
             if self._closed or self._error is not None:
                 self._fail()
         with self._lock:
-            if not self._wake.is_set():
+            if self._wake.empty():
                 self._idle.set()
         return not self._closed
 
@@ -209,10 +205,11 @@ class Pager:
         state = self._executor.state
         if not state.training or self._clears or not self._passage.has_free_slot():
             return False
-        if self._later[0] != submitted:
+        known = (submitted, state.begun)
+        if self._later[0] != known:
             at_hand = {work.unit for work in works}
             units = [unit for unit in next_updates(self._executor.program, state) if unit not in at_hand]
-            self._later = submitted, deque(page for unit in units for page in self._passage.pages_of(unit))
+            self._later = known, deque(page for unit in units for page in self._passage.pages_of(unit))
         later = self._later[1]
         while later and self._passage.has(later[0]):
             later.popleft()
@@ -242,12 +239,13 @@ def _urgency(work: UnitWork) -> tuple[bool, int]:
     return not work.hurried, work.deadline
 
 
-def _serve(pager: Callable[[], Pager | None], wake: threading.Event, device: torch.device) -> None:
+def _serve(pager: Callable[[], Pager | None], wake: SimpleQueue[None], device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     while True:
-        wake.wait()
-        wake.clear()
+        wake.get()
+        while not wake.empty():
+            wake.get()
         found = pager()
         if found is None or not found.serve():
             return

@@ -73,6 +73,8 @@ class Planned:
     """Of what is owned: gradients."""
     others: int = 0
     """What else the process has there."""
+    granted: int = 0
+    """Of what is owned: what the plan did not foresee."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +241,7 @@ class _Wider:
             total = sum(align(self._bytes(p), BLOCK) for p in self._params(tier))
             self._extended[tier] = self._extend(tier, total)
             more = self._executor.program.limits.depth * self._ring.widen()
-            if more and tier != "device":
+            if more:
                 self._extend("device", more)
             log.warning(
                 "a second backward pass before step(): gradients are summed in fp32, for which %s more are taken on "

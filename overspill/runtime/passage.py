@@ -106,7 +106,7 @@ class Passage:
         """There are so many slots from now on, and all are free."""
         assert not self._there and not self._going, "pages are still in their slots"
         self._free = deque(range(depth))
-        self._pages.ring.shorten(depth)
+        self._pages.ring.resize(self._executor.program.placements)
 
     def coming(self) -> int:
         """Pages that are on their way here."""
@@ -148,9 +148,10 @@ class Passage:
             pass
 
     def _drop(self, page: Page) -> None:
+        slot, event = self._there[page]
+        _finish(event)
         with self._views:
-            slot, event = self._there.pop(page)
-            _finish(event)
+            del self._there[page]
             self._pages.forget(page)
         self._free.append(slot)
 

@@ -114,7 +114,8 @@ class Residency:
         if self._scale is not None:
             self._scale.check_inside()
         if any(self._depth[u] == 0 for u in units) and not _current(self._executor, units):
-            self.check_use(units)
+            if torch._C._current_graph_task_id() != -1:
+                self.check_use(units)
             self._recorder.mark("")
             self.need(units)
         if self._recorder.on:

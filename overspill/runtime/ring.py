@@ -16,12 +16,13 @@ class Ring:
     def __init__(self, model: ModelSpec, placements: tuple[Placement, ...], device: torch.device) -> None:
         self._model = model
         self._placements = placements
+        self._wide = False
         self._nbytes = ring_slot_bytes(model, placements)
         self._device = device
         self._slots: dict[int, Tensor] = {}
         self._pages: dict[Page, int] = {}
         self._fresh: dict[int, torch.cuda.Event] = {}
-        """Until it is used: when the memory of a slot was taken from those who had it before."""
+        """When the memory of a slot was taken from those who had it before."""
 
     def put(self, slot: int, page: Page) -> Page | None:
         """A slot is for this page from now on; the page that it was for before."""
@@ -38,7 +39,8 @@ class Ring:
     def widen(self) -> int:
         """Gradients turned out to be wider than planned; slots grow as they are used, when nobody has them. By how
         much each."""
-        before, self._nbytes = self._nbytes, ring_slot_bytes(self._model, self._placements, wide=True)
+        before, self._wide = self._nbytes, True
+        self._nbytes = ring_slot_bytes(self._model, self._placements, wide=True)
         return max(0, self._nbytes - before)
 
     def memory(self, page: Page) -> Tensor:
@@ -54,12 +56,13 @@ class Ring:
         if fresh is not None:
             torch.cuda.current_stream(self._device).wait_event(fresh)
 
-    def shorten(self, depth: int) -> None:
-        """Slots beyond so many are given up; nobody has them."""
-        for slot in [s for s in self._slots if s >= depth]:
-            del self._slots[slot]
-            self._fresh.pop(slot, None)
-        self._pages = {page: slot for page, slot in self._pages.items() if slot < depth}
+    def resize(self, placements: tuple[Placement, ...]) -> None:
+        """Other pages pass from now on. Nobody has a slot; new ones are taken when they are used."""
+        self._placements = placements
+        self._nbytes = ring_slot_bytes(self._model, placements, wide=self._wide)
+        self._slots.clear()
+        self._pages.clear()
+        self._fresh.clear()
 
     def drop(self, page: Page) -> None:
         """Give a page's slot up."""

@@ -40,13 +40,13 @@ class Rooms:
         self._rooms: dict[int, weakref.ref[_Room]] = {}
         """The last one of each unit, as long as it has gradients in it."""
 
-    def move_in(self, generation: Generation) -> None:
-        """A gradient that lives on the device, and is as wide as planned."""
+    def move_in(self, generation: Generation) -> bool:
+        """A gradient that lives on the device, if it is as wide as planned."""
         spec, value, unit = generation.spec, generation.value, generation.unit
         if value is None or value.device != self._device or self._device.type not in PIECES:
-            return
+            return False
         if align(value.nbytes) != spec.grad_bytes or value.dtype != spec.dtype:
-            return
+            return False
         found = self._rooms[unit]() if unit in self._rooms else None
         room = found if found is not None and generation.param not in found.taken else self._new(unit)
         room.taken.add(generation.param)
@@ -55,6 +55,7 @@ class Rooms:
         generation.value = piece.as_strided(spec.shape, spec.stride, piece.storage_offset()).copy_(value)
         # The room is kept as long as one of its gradients is.
         setattr(generation.value, ROOM, room)
+        return True
 
     def _new(self, unit: int) -> _Room:
         room = _Room(self._offsets[unit][-1], self._device)

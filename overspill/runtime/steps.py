@@ -51,6 +51,7 @@ class Steps:
                 )
             part = local_of(gradient)
             if isinstance(part, GradHandle):
+                part.generation.stepped = True
                 generation = part.generation.taken()
             else:
                 # The user's own tensor, which may be written to again before the update runs.

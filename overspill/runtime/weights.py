@@ -15,7 +15,7 @@ from overspill.program import Kind, Op
 from overspill.runtime.executor import Handler
 from overspill.runtime.lanes import Work
 from overspill.specs import TierName
-from overspill.tiers import Slot, Tier
+from overspill.tiers import Tier
 from overspill.units.local import move_versions
 from overspill.units.unit import Unit
 
@@ -33,8 +33,6 @@ class Weights:
         self._units = units
         self._tiers = tiers
         self._comm = comm
-        self._left: dict[int, Slot | None] = {}
-        """Homes of units that moved in."""
         self._ahead: set[int] = set()
         """Units whose versions are moved."""
         for index, unit in enumerate(units):
@@ -53,11 +51,7 @@ class Weights:
     def move_in(self, unit: int) -> None:
         """A unit that is here lives here from now on."""
         assert self._units[unit].here and unit not in self._ahead, "only a unit that is open can stay"
-        self._left[unit], self._units[unit].home = self._units[unit].home, None
-
-    def move_out(self, unit: int) -> None:
-        """It lives where it lived before; what is there is out of date."""
-        self._units[unit].home = self._left.pop(unit)
+        self._units[unit].home = None
 
     def _home(self, unit: Unit) -> Tier:
         assert unit.home is not None, f"unit {unit.spec.name} lives on the device and cannot move"
