@@ -356,6 +356,8 @@ def test_a_gradient_that_is_dropped_is_refused(tmp_path: Path) -> None:
     next(model.parameters()).grad = None
     with pytest.raises(StateError, match=r"left alone.*replaced"):
         optimizer.step()
+    with pytest.raises(StateError, match=r"some of its weights updated and some not; prepare anew"):
+        next(iter(losses(model, 1)))
 
 
 def test_fp16_is_refused(tmp_path: Path) -> None:
