@@ -4,8 +4,8 @@ On cuda everything here is only put on streams; a slot is free again when its pa
 
 Note [Gaps]: as long as a copy to the host is queued behind another one, the GPU does not look at those of other
 streams: a single number that the model reads waited until all pages were home, however few were queued at a time. So
-after every few pages the stream waits for a short kernel elsewhere, which lets the others in (measured on one H200: 3
-instead of 130 ms for a number, at the same rate). Copies to the device do not hold each other up like that.
+after every few pages the stream waits for a short kernel elsewhere, which lets the others in, at the same rate
+(docs/log.md). Copies to the device do not hold each other up like that.
 """
 
 from __future__ import annotations

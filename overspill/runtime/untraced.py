@@ -29,4 +29,9 @@ def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return run
 
 
-_compiles = torch._C._dynamo.eval_frame.get_eval_frame_callback
+def _always() -> bool:
+    return True
+
+
+_compiles = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", _always)
+"""What compiled code is run by, or None; a torch that cannot tell is taken to compile."""

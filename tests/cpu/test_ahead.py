@@ -3,7 +3,7 @@
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,32 +162,22 @@ def of_length(model: Any, length: int, seed: int) -> torch.Tensor:
 Loop = Callable[[Any, Any, list[int]], list[float]]
 
 
-def lengths(model: Any, optimizer: Any, plans: list[int], passes: int = 1) -> list[float]:
-    """Longer and longer inputs."""
+def of_lengths(model: Any, optimizer: Any, plans: list[int], steps: Sequence[Sequence[int]]) -> list[float]:
+    """Steps with inputs of these lengths, one after the other."""
     found = []
-    for step in range(18):
-        for part in range(passes):
-            loss = of_length(model, 4 + 2 * (step // 6) + part, step)
+    for number, step in enumerate(steps):
+        for part, length in enumerate(step):
+            loss = of_length(model, length, 10 * number + part)
             plans.append(on_device(optimizer.report()["plan"]))
             loss.backward()
             found.append(loss.item())
         optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
     return found
 
 
-def late_sums(model: Any, optimizer: Any, plans: list[int]) -> list[float]:
-    """One backward pass a step, then two, which nobody planned."""
-    found = []
-    for step in range(12):
-        for part in range(1 + step // 6):
-            loss = of_length(model, 5, 2 * step + part)
-            plans.append(on_device(optimizer.report()["plan"]))
-            loss.backward()
-            found.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+late_sums = functools.partial(of_lengths, steps=[[5] * (1 + step // 6) for step in range(12)])
+"""One backward pass a step, then two, which nobody planned."""
 
 
 def pairs(model: Any, optimizer: Any, plans: list[int]) -> list[float]:
@@ -219,15 +209,15 @@ def zeroed_late(model: Any, optimizer: Any, plans: list[int]) -> list[float]:
 
 
 LOOPS: dict[str, Loop] = {
-    "lengths": lengths,
-    "micro-batches": functools.partial(lengths, passes=2),
+    "lengths": functools.partial(of_lengths, steps=[[4 + 2 * (step // 6)] for step in range(18)]),
+    "micro-batches": functools.partial(of_lengths, steps=[[4 + 2 * (s // 6), 5 + 2 * (s // 6)] for s in range(18)]),
     "pairs": pairs,
     "zeroed late": zeroed_late,
 }
 
 
 @pytest.mark.parametrize("way", LOOPS)
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", [pytest.param(room, marks=() if room == 8 else pytest.mark.full) for room in ROOMS])
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
 def test_another_plan_changes_no_bit(
     precision: str, way: str, room: int, paged: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -251,7 +241,7 @@ def test_another_plan_changes_no_bit(
     check((found, weights(overspill.close(model))), expected)
 
 
-@pytest.mark.parametrize("room", [8, 20, 46, 52])
+@pytest.mark.parametrize("room", [8, 46])
 def test_sums_that_were_not_planned_are_exact_or_refused(
     room: int, paged: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
