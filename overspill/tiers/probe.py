@@ -1,5 +1,6 @@
 """Looks at the machine: how many bytes are free where. Importing it touches no device."""
 
+import gc
 import mmap
 import os
 import resource
@@ -28,6 +29,9 @@ def disk_free(path: str | os.PathLike[str]) -> int:
 def device_available(device: torch.device) -> int:
     """Bytes that can be taken on `device`; on cpu, where the device is plain memory, those of the host."""
     if device.type == "cuda":
+        # Models that were dropped go with the next collection, and what they had stays with torch's allocator.
+        gc.collect()
+        torch.cuda.empty_cache()
         free, _total = torch.cuda.mem_get_info(device)
         return int(free)
     if device.type == "cpu":
