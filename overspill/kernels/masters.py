@@ -31,13 +31,13 @@ def split(master: Tensor, weight: Tensor, kept: Tensor) -> None:
         weight.copy_(master)
         kept.copy_(master)
         return
-    bits = master.view(torch.int32)
+    bits, nan = master.view(torch.int32), master.isnan()
     upper = bits.add(HALF).bitwise_right_shift_(16)
-    rest = bits.sub(upper.bitwise_left_shift(16))
-    nan = master.isnan()
-    upper = torch.where(nan, bits.bitwise_right_shift(16).bitwise_or_(QUIET), upper)
-    weight.view(torch.int16).copy_(upper)
-    kept.copy_(rest.masked_fill_(nan, 0))
+    # One more array of this length is all that it takes.
+    rest = upper.bitwise_left_shift(16)
+    kept.copy_(torch.sub(bits, rest, out=rest).masked_fill_(nan, 0))
+    quiet = torch.bitwise_right_shift(bits, 16, out=rest).bitwise_or_(QUIET)
+    weight.view(torch.int16).copy_(torch.where(nan, quiet, upper, out=upper))
 
 
 def forget(weight: Tensor, kept: Tensor) -> None:

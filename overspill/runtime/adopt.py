@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from overspill.kernels.masters import join, split
 from overspill.runtime.generation import as_flat
-from overspill.runtime.pages import Home, Pages, arrays_bytes, arrays_of
+from overspill.runtime.pages import Home, Pages, kept_of
 from overspill.specs import KERNEL_PIECE, ParamSpec, PartSpec
 from overspill.units.layout import Layout
 from overspill.units.local import local_of
@@ -80,7 +80,7 @@ def _masters(index: int, unit: Unit, pages: Pages) -> dict[int, Tensor]:
         for part in page.parts:
             spec, weight = unit.spec.params[part.param], unit.elements(part.param, part.begin, part.end)
             if spec.master:
-                kept = arrays_of(pages.model.format, page, part, memory)[0].to(weight.device)
+                kept = kept_of(pages.model.format, part, memory).to(weight.device)
                 to = whole.setdefault(part.param, torch.empty_strided(spec.shape, spec.stride, device=weight.device))
                 as_flat(to)[part.begin : part.end].copy_(join(weight, kept))
     return whole
@@ -124,20 +124,18 @@ class _Keeping:
             low, high = max(begin, part.begin), min(begin + kept.numel(), part.end)
             if low < high:
                 self._open(page)
-                own = arrays_of(self._pages.model.format, self._pages.spec(self._index, page), part, self._memory)[0]
+                own = kept_of(self._pages.model.format, part, self._memory)
                 own[low - part.begin : high - part.begin].copy_(kept[low - begin : high - begin])
 
     def _open(self, page: int) -> None:
         if page != self._page:
             self.flush()
-            spec = self._pages.spec(self._index, page)
-            nbytes = arrays_bytes(self._pages.model.format, spec)
+            nbytes = self._pages.spec(self._index, page).elements * self._pages.model.format.master_bytes
             self._page, self._memory = page, torch.zeros(nbytes, dtype=torch.uint8, device=self._pages.device)
 
     def flush(self) -> None:
         if self._page >= 0:
-            format, spec = self._pages.model.format, self._pages.spec(self._index, self._page)
-            self._pages.write(self._index, self._page, self._memory[: spec.elements * format.master_bytes])
+            self._pages.write(self._index, self._page, self._memory)
 
 
 def _move_out(unit: Unit, home: Home) -> None:

@@ -9,7 +9,7 @@ from overspill.kernels import masters
 from overspill.runtime.collect import Collector
 from overspill.runtime.edits import Edits, Place
 from overspill.runtime.generation import as_flat
-from overspill.runtime.pages import Pages, arrays_of
+from overspill.runtime.pages import Pages, kept_of
 from overspill.runtime.ranks import Meeting
 from overspill.specs import PartSpec
 from overspill.units.local import is_wrapper, part_for
@@ -90,7 +90,7 @@ class Masters:
         for page, part in self._parts[place]:
             weight = self._units[u].elements(param, part.begin, part.end)
             memory = self._pages.read(u, page)
-            kept = arrays_of(format, self._pages.spec(u, page), part, memory)[0].to(weight.device)
+            kept = kept_of(format, part, memory).to(weight.device)
             yield (
                 part.begin,
                 weight.float() if (u, param, part.begin) in self.edits.stale else masters.join(weight, kept),
@@ -117,7 +117,7 @@ class Masters:
         for page, part in self._parts[place]:
             memory = self._pages.read(u, page)
             weight = self._units[u].elements(param, part.begin, part.end)
-            _split(flat[part.begin : part.end], weight, arrays_of(format, self._pages.spec(u, page), part, memory)[0])
+            _split(flat[part.begin : part.end], weight, kept_of(format, part, memory))
             self._pages.write(u, page, memory)
         self.edits.replaced(place)
 

@@ -11,7 +11,7 @@ from overspill.kernels.masters import join, split
 from overspill.runtime.collect import Collector
 from overspill.runtime.generation import as_flat
 from overspill.runtime.masters import Masters
-from overspill.runtime.pages import Pages, arrays_of
+from overspill.runtime.pages import Pages, kept_of
 from overspill.runtime.states import OwnStates
 from overspill.runtime.updates import Share
 from overspill.specs import PartSpec
@@ -72,8 +72,7 @@ class OwnUpdate:
         return nn.Parameter(weight.as_strided(spec.shape, spec.stride) if entire else weight)
 
     def _kept(self, unit: int, page: int, part: PartSpec) -> Tensor:
-        memory = self._pages.make(unit, page)
-        return arrays_of(self._pages.model.format, self._pages.spec(unit, page), part, memory)[0]
+        return kept_of(self._pages.model.format, part, self._pages.make(unit, page))
 
     def _round(self, unit: int, page: int, part: PartSpec, used: nn.Parameter) -> None:
         """What the optimizer made of the masters goes back into weight and page."""

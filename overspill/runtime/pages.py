@@ -32,6 +32,13 @@ def arrays_of(format: StateFormat, page: PageSpec, part: PartSpec, memory: Tenso
     return found
 
 
+def kept_of(format: StateFormat, part: PartSpec, memory: Tensor) -> Tensor:
+    """What is kept of a part's masters: the first of its page's arrays, which may be all that `memory` has."""
+    assert format.master is not None, "masters are kept"
+    item = format.master.itemsize
+    return memory[part.element * item : (part.element + part.numel) * item].view(format.master)
+
+
 class Copies(Protocol):
     def written(self, page: tuple[int, int], memory: Tensor) -> None: ...
 
