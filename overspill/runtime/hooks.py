@@ -176,6 +176,8 @@ def _on_mixed_inputs(module: nn.Module) -> list[Any]:
     dtype = own.pop()
 
     def cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not kwargs and len(args) == 1 and type(args[0]) is Tensor and args[0].dtype == dtype:
+            return None  # as it nearly always is
         if not any(t.is_floating_point() and t.dtype != dtype for t in tensors_in((args, kwargs))):
             return None
         return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))

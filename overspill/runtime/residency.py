@@ -113,18 +113,19 @@ class Residency:
         self.turns.take()
         if self._scale is not None:
             self._scale.check_inside()
-        if any(self._depth[u] == 0 for u in units) and not _current(self._executor, units):
+        outermost = [u for u in units if self._depth[u] == 0]
+        if outermost and not _current(self._executor, units):
             if torch._C._current_graph_task_id() != -1:
                 self.check_use(units)
             self._recorder.mark("")
             self.need(units)
         if self._recorder.on:
             self._recorder.mark(self._units[units[0]].spec.name if units else OUTSIDE)
+        for u in outermost:
+            _set_class(self._units[u], Open)
+            if self._executor.program.away(u):
+                self._versions[u] = [version_of(p) for p in self._units[u].params]
         for u in units:
-            if self._depth[u] == 0:
-                _set_class(self._units[u], Open)
-                if self._executor.program.away(u):
-                    self._versions[u] = [version_of(p) for p in self._units[u].params]
             self._depth[u] += 1
 
     def exit(self, units: tuple[int, ...], output: Any = None) -> tuple[int, ...]:

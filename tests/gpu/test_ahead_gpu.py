@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import overspill
-from overspill import replanning
 from overspill.plan import solver
 from overspill.program import Kind
-from overspill.specs import KiB
+from overspill.specs import KiB, MiB
 from tests.reference import differing, weights
 
 pytestmark = pytest.mark.gpu
@@ -93,14 +92,14 @@ def test_delays_change_no_bit(kind: Kind, place: str, tmp_path: Path) -> None:
         check(trained(place, tmp_path, {kind: 0.002}, update=update, clip=clip), expected)
 
 
-def test_plans_improve_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_improve_within_the_budget(tmp_path: Path) -> None:
     """The first steps keep much room for activations; then states move in, and the bits stay the same."""
-    expected = trained("device", tmp_path, clip=1e-3, width=2048, gpu="1GiB", host="1GiB")[0]
+    expected = trained("device", tmp_path, clip=1e-3, width=4096, gpu="4GiB", host="1GiB")[0]
     torch.manual_seed(0)
-    model: Any = Deep(2048).cuda()
+    model: Any = Deep(4096).cuda()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    monkeypatch.setattr(replanning, "MARGIN", 0)
-    model, optimizer = overspill.prepare(model, optimizer, gpu="512MiB", host="1GiB")
+    budget = 2560 * MiB
+    model, optimizer = overspill.prepare(model, optimizer, gpu=budget, host="2GiB")
     before = optimizer.report()["plan"]
     found = []
     for step in range(STEPS):
@@ -115,7 +114,7 @@ def test_plans_improve_within_the_budget(tmp_path: Path, monkeypatch: pytest.Mon
     assert after.bytes_of("host", "state") < before.bytes_of("host", "state"), "nothing moved"
     others = overspill.api._engine(model).parts.planned.others
     seen = optimizer.report()["measured"]["device"] - others
-    assert seen <= 512 * 2**20 and after.peak("device") <= 512 * 2**20
+    assert seen <= budget and after.peak("device") <= budget
     overspill.close(model)
 
 
@@ -146,16 +145,15 @@ def test_a_trace_has_the_gpus_own_times(tmp_path: Path) -> None:
     assert any(a < d and c < b for a, b in copies for c, d in others), "nothing overlaps"
 
 
-@pytest.mark.parametrize("gpu", ["512MiB", "640MiB"])
-def test_the_budget_holds_over_a_thousand_steps_of_all_lengths(gpu: str) -> None:
+def test_the_budget_holds_over_a_thousand_steps_of_all_lengths() -> None:
     """Plans improve, longer inputs bring the first one back, holes do not pile up."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 8}
     model: Any = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=1000, use_cache=False)).cuda()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    model, optimizer = overspill.prepare(model, optimizer, gpu=gpu, host="1GiB")
+    model, optimizer = overspill.prepare(model, optimizer, gpu="1792MiB", host="2GiB")
     lengths, plans = torch.Generator().manual_seed(0), set()
     for step in range(1000):
         longest = 64 + 192 * step // 1000
@@ -165,7 +163,8 @@ def test_the_budget_holds_over_a_thousand_steps_of_all_lengths(gpu: str) -> None
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        plans.add(optimizer.report()["plan"].bytes_of("device", "state"))
+        if step % 10 == 0:
+            plans.add(optimizer.report()["plan"].bytes_of("device", "state"))
     report = optimizer.report()
     others = overspill.api._engine(model).parts.planned.others
     assert report["measured"]["device"] - others <= report["plan"].budget.device
