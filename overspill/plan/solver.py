@@ -37,8 +37,9 @@ from overspill.specs import (
     ring_slot_bytes,
 )
 
-MOST_SLOTS = 16
-"""Of the ring; beyond that states do better to live on the device."""
+MOST_SLOTS = 128
+"""Of the ring, where states are told to live elsewhere and there is room: what it holds when a step begins, no forward
+pass waits for. Where homes are ours to choose, states use that room for good."""
 WORKSPACE = 4
 """fp32 copies of a page's parameters that an optimizer's own step may hold for a moment."""
 BESIDE_MASTERS = 2

@@ -229,6 +229,9 @@ class Engine:
         self.executor(Settle(None, self.residency.held()))
         for handle in self._hooks:
             handle.remove()
+        if self.parts.held is not None:
+            # What is given back is the user's, whose own limits hold for it.
+            self.parts.held.close()
         for index in range(len(self.units)):
             # Nothing ahead: what is expected next may have been given back already.
             self.residency.need((index,), ahead=False)
@@ -248,8 +251,6 @@ class Engine:
         self.executor.lanes.close()
         for tier in self.parts.tiers.values():
             tier.close()
-        if self.parts.held is not None:
-            self.parts.held.close()
 
     def _give_back(self, index: int) -> None:
         """Plain parameters with plain gradients, on the devices they came from."""

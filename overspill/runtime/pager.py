@@ -6,7 +6,9 @@ waits for slots. The program says what it works on: which updates may run, by wh
 fetched when all of that is on its way. It touches no object of the user's.
 
 Note [Two ways of the link]: pages come up and go down side by side, a few at a time each way. So at every turn a page
-is fetched, if there is a slot for it, and one that is there is updated and sent home.
+is fetched, if there is a slot for it, one that is there is updated, and one that is updated is sent home. Updates do
+not wait for the way home: in a long ring the pages of the next units are there when the step begins, and the model
+goes on as soon as those are updated.
 
 Note [Turns of threads]: whoever runs Python gives the others their turn after 5 ms, which is as long as several pages
 take. While there is a pager on cuda, it does so after half a millisecond. A model that mostly launches kernels gives
@@ -173,6 +175,7 @@ class Pager:
             for work in self._works:
                 work.future.set_exception(self._reason())
             self._works.clear()
+        self._passage.way_home.fail(self._reason())
 
     def _turn(self) -> bool:
         """Do something, or wait until there is something to do; False: there is nothing."""
@@ -182,7 +185,7 @@ class Pager:
         # What came first is computed first.
         unready = [w for w in works if w.waits]
         works = (*ready, *unready)
-        if self._fetch(works, submitted) | self._update(ready) or self._passage.wait():
+        if self._fetch(works, submitted) | self._update(ready) | self._send_home() or self._passage.wait():
             return True
         if ready:
             # Nothing is on its way. If no slot became free just now, pages that cannot be updated yet have them all.
@@ -198,10 +201,11 @@ class Pager:
         if self._passage.coming() >= QUEUED:
             return False
         for work in works:
-            # No more of them are there than the ring has slots, so this is short.
+            if self._passage.of_units[work.unit] == len(work.left):
+                continue
             page = next((page for page in work.left if not self._passage.has(page)), None)
             if page is not None:
-                return self._passage.fetch(page)
+                return page not in self._passage.way_home.waiting and self._passage.fetch(page)
         state = self._executor.state
         if not state.training or self._clears or not self._passage.has_free_slot():
             return False
@@ -213,12 +217,12 @@ class Pager:
         later = self._later[1]
         while later and self._passage.has(later[0]):
             later.popleft()
-        return bool(later) and self._passage.fetch(later.popleft())
+        if not later or later[0] in self._passage.way_home.waiting:
+            return False
+        return self._passage.fetch(later.popleft())
 
     def _update(self, ready: Sequence[UnitWork]) -> bool:
         """Update the next page that is there."""
-        if self._passage.going() >= QUEUED:
-            return False
         for work in ready:
             page = next((page for page in work.left if self._passage.has(page)), None)
             if page is None and work.left:
@@ -233,6 +237,9 @@ class Pager:
                 work.future.set_result(event)
             return True
         return False
+
+    def _send_home(self) -> bool:
+        return self._passage.way_home.count() < QUEUED and self._passage.send_home()
 
 
 def _urgency(work: UnitWork) -> tuple[bool, int]:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -71,6 +73,61 @@ class _Ways:
         down.wait_event(aside.record_event())
 
 
+@dataclass(slots=True, eq=False)
+class _Leaving:
+    """A page that is updated, and waits in its slot until it can go home."""
+
+    page: Page
+    slot: int
+    work: Work
+    updated: Event
+    home: Future[Event] = field(default_factory=Future)
+    """When it is there."""
+
+
+class WayHome:
+    """Pages that are updated: they wait in their slots, then go, in the order of their updates."""
+
+    def __init__(self, ways: _Ways, free: deque[int]) -> None:
+        self._ways = ways
+        self._free = free
+        self.waiting: dict[Page, _Leaving] = {}
+        """Not on their way yet; until then they cannot be fetched."""
+        self._going: deque[tuple[int, Event]] = deque()
+        self.stored: dict[Page, Event] = {}
+        """When they are home."""
+
+    def add(self, leaving: _Leaving) -> None:
+        self.waiting[leaving.page] = leaving
+
+    def release(self, slot: int, after: Event) -> None:
+        """A slot is free after this."""
+        self._going.append((slot, after))
+
+    def count(self) -> int:
+        """Pages that are on their way."""
+        while self._going and _over(self._going[0][1]):
+            self._free.append(self._going.popleft()[0])
+        return len(self._going)
+
+    def first(self) -> Event:
+        return self._going[0][1]
+
+    def send(self, leaving: _Leaving) -> None:
+        self._ways.let_others_in()
+        home = self._ways.put(Op(Kind.STATE_STORE, Lane.DOWN, *leaving.page), leaving.work, (leaving.updated,))
+        del self.waiting[leaving.page]
+        self.stored[leaving.page] = home
+        self.release(leaving.slot, home)
+        leaving.home.set_result(home)
+
+    def fail(self, error: BaseException) -> None:
+        """No page goes home any more: whoever waits for one hears of it."""
+        for leaving in self.waiting.values():
+            leaving.home.set_exception(error)
+        self.waiting.clear()
+
+
 class Passage:
     """`depth` slots."""
 
@@ -85,9 +142,10 @@ class Passage:
         self._free = deque(range(depth))
         self._there: dict[Page, tuple[int, Event]] = {}
         """Pages in slots that wait for their update: the slot, and when the page is there."""
+        self.of_units: Counter[int] = Counter()
+        """How many of them, by unit."""
         self._coming: deque[Event] = deque()
-        self._going: deque[tuple[int, Event]] = deque()
-        self._stored: dict[Page, Event] = {}
+        self.way_home = WayHome(self._ways, self._free)
         pages.elsewhere = self
 
     def pages_of(self, unit: int) -> list[Page]:
@@ -104,8 +162,9 @@ class Passage:
 
     def resize(self, depth: int) -> None:
         """There are so many slots from now on, and all are free."""
-        assert not self._there and not self._going, "pages are still in their slots"
-        self._free = deque(range(depth))
+        assert not (self._there or self.way_home.waiting or self.way_home.count()), "pages are still in their slots"
+        self._free.clear()
+        self._free.extend(range(depth))
         self._pages.ring.resize(self._executor.program.placements)
 
     def coming(self) -> int:
@@ -114,22 +173,17 @@ class Passage:
             self._coming.popleft()
         return len(self._coming)
 
-    def going(self) -> int:
-        """Pages that are on their way home."""
-        while self._going and _over(self._going[0][1]):
-            self._free.append(self._going.popleft()[0])
-        return len(self._going)
-
     def has_free_slot(self) -> bool:
-        self.going()
+        self.way_home.count()
         return bool(self._free)
 
     def wait(self) -> bool:
         """Until something that is on its way is over; False: nothing is."""
-        on_its_way = len(self._going) + len(self._coming)
-        if self.going() + self.coming() < on_its_way:
+        free, coming = len(self._free), len(self._coming)
+        going = self.way_home.count()
+        if len(self._free) > free or self.coming() < coming:
             return True
-        events = [self._going[0][1]] if self._going else [self._coming[0]] if self._coming else []
+        events = [self.way_home.first()] if going else [self._coming[0]] if self._coming else []
         for event in events:
             _finish(event)
         return bool(events)
@@ -152,6 +206,7 @@ class Passage:
         _finish(event)
         with self._views:
             del self._there[page]
+            self.of_units[page[0]] -= 1
             self._pages.forget(page)
         self._free.append(slot)
 
@@ -166,35 +221,41 @@ class Passage:
             work = self._pages.fetch_into(slot, page)
             event = None
             if work is not None:
-                stored = self._stored.pop(page, None)
+                stored = self.way_home.stored.pop(page, None)
                 event = self._ways.put(Op(Kind.STATE_FETCH, Lane.UP, *page), work, (stored,))
                 self.moved[Lane.UP] += self._pages.passing_bytes(*page)
                 if event is not None:
                     self._coming.append(event)
             self._there[page] = (slot, event)
+            self.of_units[page[0]] += 1
         return True
 
     def update(self, page: Page) -> Event:
-        """Update a page that is there, and send it home; when the update is done. What it needs beside the page is
-        computed."""
+        """Update a page that is there; when that is done. What it needs beside the page is computed."""
         with self._views:
             slot, there = self._there.pop(page)
+            self.of_units[page[0]] -= 1
             there = self._fetch_gradients(page, there)
             op = Op(Kind.UPDATE, Lane.UPDATE, *page)
             updated = self._ways.put(op, lambda: self._updates.run_page(*page), (there,))
-            home = updated
             work = self._pages.store_from(page)
-            if work is not None:
-                self._ways.let_others_in()
-                home = self._ways.put(Op(Kind.STATE_STORE, Lane.DOWN, *page), work, (updated,))
-                self.moved[Lane.DOWN] += self._pages.passing_bytes(*page)
-                self._stored[page] = home
-                self._executor.tickets.put(
-                    Key(Kind.STATE_STORE, *page), None if home is None else Ticket(home, self._device)
-                )
+            if work is None:
+                self.way_home.release(slot, updated)
+            else:
+                leaving = _Leaving(page, slot, work, updated)
+                self.way_home.add(leaving)
+                self._executor.tickets.put(Key(Kind.STATE_STORE, *page), Ticket(leaving.home, self._device))
             self._pages.forget(page)
-            self._going.append((slot, home))
         return updated
+
+    def send_home(self) -> bool:
+        """The page that was updated first of those that are still here; False: there is none."""
+        leaving = next(iter(self.way_home.waiting.values()), None)
+        if leaving is None:
+            return False
+        self.way_home.send(leaving)
+        self.moved[Lane.DOWN] += self._pages.passing_bytes(*leaving.page)
+        return True
 
     def _fetch_gradients(self, page: Page, there: Event) -> Event:
         if self._executor.program.placements[page[0]].grad == "device":

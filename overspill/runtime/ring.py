@@ -21,20 +21,23 @@ class Ring:
         self._device = device
         self._slots: dict[int, Tensor] = {}
         self._pages: dict[Page, int] = {}
+        self._inside: dict[int, Page] = {}
         self._fresh: dict[int, torch.cuda.Event] = {}
         """When the memory of a slot was taken from those who had it before."""
 
     def put(self, slot: int, page: Page) -> Page | None:
         """A slot is for this page from now on; the page that it was for before."""
-        old = next((p for p, s in self._pages.items() if s == slot and p != page), None)
-        if old is not None:
+        before, old = self._pages.get(page), self._inside.get(slot)
+        if before is not None:
+            del self._inside[before]
+        if old is not None and old != page:
             del self._pages[old]
-        self._pages[page] = slot
+        self._pages[page], self._inside[slot] = slot, page
         if slot not in self._slots or self._slots[slot].numel() < self._nbytes:
             self._slots[slot] = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
             if self._device.type == "cuda":
                 self._fresh[slot] = torch.cuda.current_stream(self._device).record_event()
-        return old
+        return old if old != page else None
 
     def widen(self) -> int:
         """Gradients turned out to be wider than planned; slots grow as they are used, when nobody has them. By how
@@ -62,6 +65,7 @@ class Ring:
         self._nbytes = ring_slot_bytes(self._model, placements, wide=self._wide)
         self._slots.clear()
         self._pages.clear()
+        self._inside.clear()
         self._fresh.clear()
 
     def drop(self, page: Page) -> None:
@@ -69,4 +73,5 @@ class Ring:
         slot = self._pages.pop(page, None)
         if slot is not None:
             self._slots.pop(slot, None)
+            self._inside.pop(slot, None)
             self._fresh.pop(slot, None)
