@@ -40,6 +40,8 @@ from overspill.specs import (
 MOST_SLOTS = 128
 """Of the ring, where states are told to live elsewhere and there is room: what it holds when a step begins, no forward
 pass waits for. Where homes are ours to choose, states use that room for good."""
+WORTH = 1.5
+"""How many times as many slots are worth a pause, if nothing else changes."""
 WORKSPACE = 4
 """fp32 copies of a page's parameters that an optimizer's own step may hold for a moment."""
 BESIDE_MASTERS = 2
@@ -264,7 +266,7 @@ def improve(request: Request, made: Plan, roles: tuple[Role, ...] = ROLES) -> Pl
                 after -= taken
                 before -= taken if role != "grad" else 0
     limits = _with_slots(request, tuple(placements), made.limits, min(before, after))
-    if tuple(placements) == made.placements and limits == made.limits:
+    if tuple(placements) == made.placements and limits.depth < WORTH * made.limits.depth:
         return None
     return finish(request, tuple(placements), limits)
 
