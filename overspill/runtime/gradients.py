@@ -40,7 +40,7 @@ class Gradients:
             self.passing.reduced = reduction.let_go
         self._lent: weakref.WeakSet[Generation] = weakref.WeakSet()
         ours = reduction is None and executor.program.update_lane == Lane.UPDATE
-        self._rooms = Rooms(units, executor) if ours else None
+        self._rooms = Rooms(units, self._device) if ours else None
         self.factor: Tensor | None = None
         """What undoes the scale of the gradients that autograd makes now; None where they are not scaled."""
 
