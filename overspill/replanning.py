@@ -4,6 +4,7 @@ Note [Longer inputs]: what moved in leaves less room for activations than the fi
 input than any before needs more. So before a call with one, if what is known says that it may not fit, the states, and
 gradients if there are none just now, move out again, and then all is measured anew. Weights stay: a graph that is
 being built may need them where they are. How activations grow with the input nobody knows; at most with its square.
+Inputs of an evaluation count too, though it takes less: afterwards what moved out moves in again.
 
 Note [Sums that were not planned]: a loop that adds up gradients without saying so (micro_batches=) takes twice the room
 for them. When that begins, states move out, and nothing moves in any more.
@@ -13,6 +14,8 @@ import dataclasses
 import logging
 import weakref
 from typing import Protocol
+
+import torch
 
 from overspill.config import Options
 from overspill.plan.plan import Plan
@@ -61,7 +64,7 @@ def watch(engine: Engine, held: CurrentPlan, how: tuple[Options, Ground]) -> Non
 
 
 class Replanner:
-    """Looks at every call of the model in training."""
+    """Looks at every call of the model."""
 
     def __init__(self, engine: Engine, held: CurrentPlan, how: tuple[Options, Ground]) -> None:
         self._engine: Engine = weakref.proxy(engine)
@@ -81,8 +84,11 @@ class Replanner:
         self._summed = False
         """See Note [Sums that were not planned]."""
 
-    def called(self, size: Size) -> None:
-        """The model is called with inputs of this size, to train."""
+    def called(self, size: Size, graph: bool) -> None:
+        """The model is called with inputs of this size, to train or, without a graph, to look at what it gives."""
+        if not graph:
+            self._evaluated(size)
+            return
         longer = _ratio(size, self._longest) > 1
         may_add = self._how[0].micro_batches == 1 and self._held.plan is not self._first and not self._summed
         if self._done and not longer and not may_add:
@@ -108,6 +114,16 @@ class Replanner:
                 self._end()
                 return
         self._measure()
+
+    def _evaluated(self, size: Size) -> None:
+        """What there is no room for now moves out; when training goes on, it may move in again."""
+        if _ratio(size, self._longest) <= 1 or self._fits(size):
+            return
+        held = self._engine.parts.made.grads.bytes
+        self._go_back(keep_gradients=bool(held.widened) or any(not g.zero for g in held.current()))
+        if not self._summed:
+            self._done = False
+            self._measure()
 
     def _end(self) -> None:
         self._done = True
@@ -174,6 +190,14 @@ def _owned(plan: Plan) -> int:
 def come_into_force(engine: Engine, plan: Plan) -> None:
     """Another plan holds from now on: what it has on the device moves in, the rest moves out, unit by unit."""
     engine.settle()
+    with torch.inference_mode(False), torch.no_grad():
+        _move(engine, plan)
+    planned = engine.parts.planned
+    planned.owned, planned.grads = _owned(plan) + planned.granted, plan.bytes_of("device", "grad")
+    planned.peak = plan.peak("device")
+
+
+def _move(engine: Engine, plan: Plan) -> None:
     executor, made = engine.executor, engine.parts.made
     roles: dict[Role, _Homes] = {"state": made.pages, "grad": made.grads.bytes}
     for unit, now in enumerate(plan.placements):
@@ -188,9 +212,6 @@ def come_into_force(engine: Engine, plan: Plan) -> None:
         _place(engine, unit, plan)
     if executor.pager is not None:
         executor.pager.resize(plan.limits.depth)
-    planned = engine.parts.planned
-    planned.owned, planned.grads = _owned(plan) + planned.granted, plan.bytes_of("device", "grad")
-    planned.peak = plan.peak("device")
 
 
 def _place(engine: Engine, unit: int, plan: Plan) -> None:

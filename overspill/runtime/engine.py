@@ -30,7 +30,7 @@ from overspill.units.local import local_of, part_for, wrapped
 class Planner(Protocol):
     """See overspill/replanning.py."""
 
-    def called(self, size: tuple[int, int]) -> None: ...
+    def called(self, size: tuple[int, int], graph: bool) -> None: ...
 
 
 class Engine:
@@ -84,8 +84,8 @@ class Engine:
         """The root is called: look whether the model is still the same, bring the inputs."""
         self._watch.check(call=True)
         self.residency.copies.forget()
-        if self.planner is not None and torch.is_grad_enabled():
-            self.planner.called(_size_of((args, kwargs)))
+        if self.planner is not None:
+            self.planner.called(_size_of((args, kwargs)), torch.is_grad_enabled())
         if self._buffers is not None:
             self._buffers.begin()
         self.executor(Begin(self.residency.phase))
