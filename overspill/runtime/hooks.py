@@ -187,7 +187,9 @@ def _on_mixed_inputs(module: nn.Module) -> list[Any]:
 
 def _on_gradient(unit: int, param: int, listener: Root) -> Hook:
     def arrived(p: Tensor) -> None:
-        listener.arrived(unit, param)
+        # What is done to parameters here is no use of them.
+        with torch._C.DisableTorchFunctionSubclass():
+            listener.arrived(unit, param)
 
     return Hook(arrived)
 

@@ -31,7 +31,9 @@ class Steps:
         jobs: Jobs = {}
         for group in groups:
             hypers = snapshot(group)
-            for unit, due in self._due(group["params"]).items():
+            with torch._C.DisableTorchFunctionSubclass():
+                found = self._due(group["params"])
+            for unit, due in found.items():
                 if unit not in but:
                     jobs.setdefault(unit, []).append(Job(hypers, tuple(due)))
         return jobs
