@@ -92,6 +92,28 @@ def test_delays_change_no_bit(kind: Kind, place: str, tmp_path: Path) -> None:
         check(trained(place, tmp_path, {kind: 0.002}, update=update, clip=clip), expected)
 
 
+@pytest.mark.parametrize("update", ["lazy", "eager"])
+@pytest.mark.parametrize("place", [place for place in HOMES if place != "nvme"])
+def test_a_steady_step_never_waits_for_the_device(place: str, update: str) -> None:
+    """torch tells of every wait that it is asked for."""
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))).cuda()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = overspill.prepare(
+        model, optimizer, place=HOMES[place], gpu="128MiB", host="256MiB", update=update, precision="bf16"
+    )
+    try:
+        for step in range(8):
+            torch.cuda.set_sync_debug_mode("error" if step >= 4 else "default")
+            model(torch.ones(64, WIDTH, device="cuda")).float().square().mean().backward()
+            if update == "lazy":
+                optimizer.clip_grad_norm_(1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    overspill.close(model)
+
+
 def test_plans_improve_within_the_budget(tmp_path: Path) -> None:
     """The first steps keep much room for activations; then states move in, and the bits stay the same."""
     expected = trained("device", tmp_path, clip=1e-3, width=4096, gpu="4GiB", host="1GiB")[0]
