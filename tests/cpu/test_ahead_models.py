@@ -16,9 +16,10 @@ from tests.zoo import ALL, ZOO, loss_of
 REPRESENTATIVES = ["llama", "t5"]
 STATES = {"weight": "device", "grad": "device", "state": "host"}
 
-every = pytest.mark.parametrize(
-    "name", [a.name if a.name in REPRESENTATIVES else pytest.param(a.name, marks=pytest.mark.full) for a in ALL]
-)
+UPDATES = ("lazy", "eager")
+BOTH = [(name, update) for name in REPRESENTATIVES for update in UPDATES]
+"""The others take turns."""
+TURNS = [(a.name, UPDATES[n % 2]) for n, a in enumerate(ALL) if a.name not in REPRESENTATIVES]
 
 
 def trained(name: str, clip: float | None, **keywords: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -30,8 +31,7 @@ def trained(name: str, clip: float | None, **keywords: Any) -> tuple[list[float]
     return losses, weights(overspill.close(model))
 
 
-@every
-@pytest.mark.parametrize("update", ["lazy", "eager"])
+@pytest.mark.parametrize(("name", "update"), [*BOTH, *(pytest.param(*each, marks=pytest.mark.full) for each in TURNS)])
 def test_updates_ahead_of_their_use_give_the_same_bits(name: str, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clip = 1.0 if update == "lazy" else None
     expected = trained(name, clip, place=PLACES["device"])

@@ -37,11 +37,6 @@ def run(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[
     return text, train(model.train(), optimizer, batches, RECIPE, loss_of)
 
 
-def chosen(name: str) -> object:
-    marks = [] if name in REPRESENTATIVES else [pytest.mark.full]
-    return pytest.param(name, marks=marks)
-
-
 @functools.cache
 def plain(name: str) -> tuple[Tensor, list[float], dict[str, Tensor]]:
     model, optimizer = built(name)
@@ -49,8 +44,13 @@ def plain(name: str) -> tuple[Tensor, list[float], dict[str, Tensor]]:
     return text, losses, weights(model)
 
 
-@pytest.mark.parametrize("place", ["host", "nvme"])
-@pytest.mark.parametrize("name", [*map(chosen, GENERATING)])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        *((name, place) for name in REPRESENTATIVES for place in ("host", "nvme")),
+        *(pytest.param(name, "nvme", marks=pytest.mark.full) for name in GENERATING if name not in REPRESENTATIVES),
+    ],
+)
 def test_the_same_text(name: str, place: str, tmp_path: Path) -> None:
     expected, losses, values = plain(name)
     model, optimizer = prepare_tight(*built(name), PLACES[place], tmp_path)

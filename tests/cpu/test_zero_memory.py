@@ -233,7 +233,8 @@ def test_every_stage_and_tier(zero: int, precision: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("precision", DTYPES)
 def test_layers_of_many_stripes(precision: str, tmp_path: Path) -> None:
     """Some of which wait for a gradient that never comes."""
-    cases = [Case(zero, place, precision, 2, stripe=MANY) for zero in range(4) for place in ("device", "host")]
+    places = ("device", "host") if precision == "bf16" else ("host", "device")
+    cases = [Case(zero, places[zero % 2], precision, 2, stripe=MANY) for zero in range(4)]
     check(2, [*cases, *(replace(case, unused=True) for case in cases)], tmp_path)
 
 
@@ -247,7 +248,8 @@ def test_gradients_that_are_held(precision: str, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("precision", DTYPES)
 def test_four_ranks(precision: str, tmp_path: Path) -> None:
-    check(4, [Case(zero, place, precision, 2) for zero in range(4) for place in ("device", "host")], tmp_path)
+    places = ("device", "host") if precision == "bf16" else ("host", "device")
+    check(4, [Case(zero, places[zero % 2], precision, 2) for zero in range(4)], tmp_path)
 
 
 @pytest.mark.full
