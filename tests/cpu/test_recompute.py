@@ -101,7 +101,7 @@ def test_recompute_that_ends_in_another_unit(reentrant: bool, tmp_path: Path) ->
 
 @pytest.mark.parametrize("place", AWAY)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(n, marks=pytest.mark.full) for n in ("llama", "t5"))])
 def test_gradient_checkpointing_of_transformers(name: str, reentrant: bool, place: str, tmp_path: Path) -> None:
     def build() -> nn.Module:
         model = zoo.ZOO[name].build()

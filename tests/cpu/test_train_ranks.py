@@ -46,6 +46,7 @@ def options(given: Path, model: str, run: Path) -> list[str]:
     return ["--model", str(given / model), "--data", str(given / "a.txt"), "--run-folder", str(run), *OPTIONS]
 
 
+@pytest.mark.full
 def test_torchrun_trains_the_built_in_model_and_is_told_of_once(tmp_path: Path) -> None:
     told = apart(TORCHRUN, "-m", "overspill", "train", *TINY, "--verify", "--run-folder", "run", cwd=tmp_path)
     stdout, stderr = told.communicate(timeout=240)

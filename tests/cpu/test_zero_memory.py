@@ -219,7 +219,7 @@ MANY = 512 * KiB
 
 def test_peaks_of_ranks_are_within_their_plans(tmp_path: Path) -> None:
     large = Case(2, passes=2, unused=True, stripe=MANY)
-    check(2, [large, Case(3, "mixed"), Case(1, "states", "bf16")], tmp_path)
+    check(2, [large, Case(3, "mixed", "bf16")], tmp_path)
 
 
 @pytest.mark.full
