@@ -117,11 +117,12 @@ class Replanner:
 
     def _evaluated(self, size: Size) -> None:
         """What there is no room for now moves out; when training goes on, it may move in again."""
-        if _ratio(size, self._longest) <= 1 or self._fits(size):
+        # Without a graph activations grow with the input at most.
+        if _ratio(size, self._longest) <= 1 or self._fits(size, power=1):
             return
         held = self._engine.parts.made.grads.bytes
-        self._go_back(keep_gradients=bool(held.widened) or any(not g.zero for g in held.current()))
-        if not self._summed:
+        moved = self._go_back(keep_gradients=bool(held.widened) or any(not g.zero for g in held.current()))
+        if moved and not self._summed:
             self._done = False
             self._measure()
 
@@ -137,30 +138,32 @@ class Replanner:
         shares = MARGIN_SHARE * (2 if self._engine.measures.pressed else 1)
         return max(MARGIN, int(shares * self._held.plan.budget.device))
 
-    def _fits(self, size: Size) -> bool:
+    def _fits(self, size: Size, power: int = 2) -> bool:
         """Whether there is room for what an input may take. See Note [Longer inputs]."""
         if self._held.plan is self._first:
             return True
         if self._known is None:
             return False
-        plan, grown = self._held.plan, _ratio(size, self._longest) ** 2
+        plan, grown = self._held.plan, _ratio(size, self._longest) ** power
         grads = plan.bytes_of("device", "grad")
         known = Activations(int(self._known.before * grown), int(self._known.after * grown))
         return _owned(plan) + known.beside(grads) <= plan.budget.device
 
-    def _go_back(self, keep_gradients: bool) -> None:
-        """What moved in moves out again, but for weights, and for gradients while there are some."""
+    def _go_back(self, keep_gradients: bool) -> bool:
+        """What moved in moves out again, but for weights, and for gradients while there are some; whether anything
+        did."""
         now, pairs = self._held.plan, zip(self._first.placements, self._held.plan.placements, strict=True)
         placements = tuple(
             dataclasses.replace(then, weight=p.weight, grad=(p if keep_gradients else then).grad) for then, p in pairs
         )
         if placements == now.placements:
-            return
+            return False
         first = rearranged(self._first, self._engine.parts.layout, self._how, placements)
         less = human(_owned(now) - _owned(first))
         log.info("longer inputs than any before, or sums that were not planned: %s leave the device", less)
         come_into_force(self._engine, first)
         self._held.plan = first
+        return True
 
     def _improve(self, seen: Activations, roles: tuple[Role, ...]) -> bool:
         """Whether there was room for more."""

@@ -85,7 +85,9 @@ class Engine:
         self._watch.check(call=True)
         self.residency.copies.forget()
         if self.planner is not None:
-            self.planner.called(_size_of((args, kwargs)), torch.is_grad_enabled())
+            graph = torch.is_grad_enabled()
+            # What only looks at the model brings its caches along, which are there already.
+            self.planner.called(_size_of((args, kwargs), hooks.DEPTH if graph else 0), graph)
         if self._buffers is not None:
             self._buffers.begin()
         self.executor(Begin(self.residency.phase))
@@ -231,7 +233,7 @@ class Engine:
             handle.remove()
         if self.parts.held is not None:
             # What is given back is the user's, whose own limits hold for it.
-            self.parts.held.close()
+            self.parts.held.lift()
         for index in range(len(self.units)):
             # Nothing ahead: what is expected next may have been given back already.
             self.residency.need((index,), ahead=False)
@@ -251,6 +253,8 @@ class Engine:
         self.executor.lanes.close()
         for tier in self.parts.tiers.values():
             tier.close()
+        if self.parts.held is not None:
+            self.parts.held.close()
 
     def _give_back(self, index: int) -> None:
         """Plain parameters with plain gradients, on the devices they came from."""
@@ -275,7 +279,7 @@ def _is_seen(engine: Engine, unit: int) -> bool:
     return engine.residency.full or (engine.units[unit].viewed and engine.units[unit].here)
 
 
-def _size_of(inputs: Any) -> tuple[int, int]:
+def _size_of(inputs: Any, depth: int) -> tuple[int, int]:
     """Elements in all, and the longest dimension."""
-    shapes = [t.shape for t in hooks.tensors_in(inputs)]
+    shapes = [t.shape for t in hooks.tensors_in(inputs, depth)]
     return sum(shape.numel() for shape in shapes), max((n for shape in shapes for n in shape), default=0)

@@ -175,6 +175,8 @@ class Pager:
             for work in self._works:
                 work.future.set_exception(self._reason())
             self._works.clear()
+        while self._error is None and self._passage.send_home():
+            pass
         self._passage.way_home.fail(self._reason())
 
     def _turn(self) -> bool:
@@ -203,9 +205,10 @@ class Pager:
         for work in works:
             if self._passage.of_units[work.unit] == len(work.left):
                 continue
-            page = next((page for page in work.left if not self._passage.has(page)), None)
+            waiting = self._passage.way_home.waiting
+            page = next((p for p in work.left if p not in waiting and not self._passage.has(p)), None)
             if page is not None:
-                return page not in self._passage.way_home.waiting and self._passage.fetch(page)
+                return self._passage.fetch(page)
         state = self._executor.state
         if not state.training or self._clears or not self._passage.has_free_slot():
             return False

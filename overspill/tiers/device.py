@@ -57,6 +57,7 @@ class HeldBudget:
     """
 
     def __init__(self, device: torch.device, nbytes: int, there: int) -> None:
+        self._device = device
         held = _budgets.setdefault(device, {})
         if not held:
             _caps[device] = _cap(device)
@@ -69,6 +70,10 @@ class HeldBudget:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         _limit(device)
+
+    def lift(self) -> None:
+        """No budget is held until one of them is closed, or another begins."""
+        torch.cuda.set_per_process_memory_fraction(_caps[self._device], self._device)
 
     def close(self) -> None:
         self._finalizer()

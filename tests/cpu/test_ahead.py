@@ -146,7 +146,7 @@ def crowded(room: int, monkeypatch: pytest.MonkeyPatch, **keywords: Any) -> tupl
     monkeypatch.setattr(Measures, "_peak", lambda self: self._planned.owned + 2**10)
     monkeypatch.setattr(replanning, "MARGIN", 0)
     # So that nothing that is longer seems to fit.
-    monkeypatch.setattr(replanning.Replanner, "_fits", lambda self, size: self._held.plan is self._first)
+    monkeypatch.setattr(replanning.Replanner, "_fits", lambda self, size, power=2: self._held.plan is self._first)
     monkeypatch.setattr(solver, "PAGE", (1024, 1024))
     model = small.build(blocks=BLOCKS)
     smallest = smallest_budget(model, adamw(model), {"gpu": 1, "host": "64MiB", **keywords})
