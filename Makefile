@@ -23,18 +23,19 @@ help:  ## show this list
 demo: $(VENV)/.stamp-demo  ## train the demo model
 	$(BIN)/overspill train --demo
 
+# By file: tests of a file share what is dear, as what the plain loop makes of a model.
 test: $(VENV)/.stamp-test  ## the tests of every change, on the CPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests
 
 test-all: $(VENV)/.stamp-test  ## also the long tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not gpu" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not gpu" tests
 
 # For a machine that is offline and has torch and pytest in its own Python: nothing is installed.
 test-gpu:  ## the tests that need cuda, with GPU_PYTHON
 	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu
 
 soak: $(VENV)/.stamp-test  ## kills and resumes, over and over: ROUNDS times
-	for round in $$(seq $(ROUNDS)); do OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup tests/cpu/test_crash.py \
+	for round in $$(seq $(ROUNDS)); do OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/cpu/test_crash.py \
 		tests/cpu/test_resume.py tests/cpu/test_checkpoint_folder.py || exit 1; done
 
 lint: $(VENV)/.stamp-dev  ## ruff, mypy, codespell

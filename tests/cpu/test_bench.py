@@ -21,8 +21,6 @@ from overspill.cli.sizes import Sizes
 from overspill.errors import OptionError
 from tests.commands import here
 
-pytestmark = pytest.mark.xdist_group("bench")  # one run for all that look at it
-
 TINY = ["--params", "300K", "--seq", "16", "--micro-batch", "1"]
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 HANGING = """

@@ -135,7 +135,9 @@ def both_threads(comm: Comm) -> None:
     assert got == [True] * 30
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "size", [1, pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)]
+)
 def test_ranks_talk(size: int) -> None:
     results = run(talk, size)
     for rank, found in enumerate(results):
@@ -296,7 +298,7 @@ def test_a_rank_that_raises_is_named_with_its_error() -> None:
     check(ended, 2, "left: its script ended with ValueError: boom in the loss")
 
 
-@pytest.mark.parametrize(("way", "victim"), [("returns", 0), ("exits", 1)])
+@pytest.mark.parametrize(("way", "victim"), [("returns", 0), pytest.param("exits", 1, marks=pytest.mark.full)])
 def test_a_rank_whose_script_ends_is_named(way: str, victim: int) -> None:
     check(run_raw(survive, 2, way, victim, "gather"), victim, "left: its script ended")
 

@@ -74,7 +74,7 @@ class Recomputing(small.Small):
         return self.head(self.last(x))
 
 
-@pytest.mark.parametrize("place", ["host", "nvme", "mixed"])
+@pytest.mark.parametrize("place", AWAY)
 @pytest.mark.parametrize("span", [1, 2])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
 def test_recompute_of_blocks(reentrant: bool, span: int, place: str, tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def said_otherwise(how: str) -> list[str]:
             "amsgrad", "amsgrad of parameter group 0: False on rank 0 and True on rank 1", marks=pytest.mark.full
         ),
         pytest.param("zero", "zero: 1 on rank 0 and 2 on rank 1", marks=pytest.mark.full),
-        ("later", "learning rates differ"),
+        pytest.param("later", "learning rates differ", marks=pytest.mark.full),
     ],
 )
 def test_ranks_that_say_something_else_are_refused(how: str, message: str) -> None:
