@@ -47,7 +47,7 @@ def same_states(a: dict, b: dict) -> bool:
 
 @both
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-@pytest.mark.parametrize(("micro_batches", "planned"), [(1, 1), (3, 3), (3, 1)])
+@pytest.mark.parametrize(("micro_batches", "planned"), [(1, 1), pytest.param(3, 3, marks=pytest.mark.full), (3, 1)])
 def test_every_placement_gives_the_same_bits(
     precision: str, kernels: str, micro_batches: int, planned: int, tmp_path: Path
 ) -> None:
@@ -124,7 +124,7 @@ def test_parameters_larger_than_a_page(precision: str, tmp_path: Path) -> None:
 
 
 @both
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(n, marks=pytest.mark.full) for n in ("llama", "t5", "vit"))])
 def test_with_torchs_kernels_it_is_the_plain_loop_with_masters(name: str, precision: str, tmp_path: Path) -> None:
     # A loss in fp16 overflows at the first scale, and the loop's division by micro-batches comes before or after that.
     recipe = Recipe(8, 2 if name in ("gpt2", "llama") else 1, clip=1.0)

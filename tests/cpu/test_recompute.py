@@ -75,7 +75,7 @@ class Recomputing(small.Small):
 
 
 @pytest.mark.parametrize("place", AWAY)
-@pytest.mark.parametrize("span", [1, 2])
+@pytest.mark.parametrize("span", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
 def test_recompute_of_blocks(reentrant: bool, span: int, place: str, tmp_path: Path) -> None:
     check(Task(lambda: Recomputing(reentrant, span)), place, tmp_path)
@@ -433,7 +433,9 @@ def alone(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("keep", ["attribute", "container", "argument"])
-@pytest.mark.parametrize("loss_of", [added, alone], ids=["added", "alone"])
+@pytest.mark.parametrize(
+    "loss_of", [pytest.param(added, id="added"), pytest.param(alone, id="alone", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("place", AWAY)
 def test_an_auxiliary_loss_that_is_not_returned(place: str, loss_of: LossOf, keep: str, tmp_path: Path) -> None:
     check(Task(lambda: WithAuxiliary(keep), loss_of), place, tmp_path)
