@@ -35,7 +35,7 @@ test-gpu:  ## the tests that need cuda, with GPU_PYTHON
 	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu
 
 soak: $(VENV)/.stamp-test  ## kills and resumes, over and over: ROUNDS times
-	for round in $$(seq $(ROUNDS)); do OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/cpu/test_crash.py \
+	for round in $$(seq $(ROUNDS)); do OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/cpu/test_crash.py \
 		tests/cpu/test_resume.py tests/cpu/test_checkpoint_folder.py || exit 1; done
 
 lint: $(VENV)/.stamp-dev  ## ruff, mypy, codespell
