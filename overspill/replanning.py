@@ -98,7 +98,7 @@ class Replanner:
         adds = any(not g.stepped for g in there)
         self._summed |= self._how[0].micro_batches == 1 and (adds or bool(held.widened))
         if (longer and not self._fits(size)) or (self._summed and may_add):
-            self._go_back(keep_gradients=bool(there or held.widened))
+            self._go_back()
         if longer:
             self._longest, self._known, self._done = _longest(size, self._longest), None, False
             self._measure()
@@ -120,9 +120,7 @@ class Replanner:
         # Without a graph activations grow with the input at most.
         if _ratio(size, self._longest) <= 1 or self._fits(size, power=1):
             return
-        held = self._engine.parts.made.grads.bytes
-        moved = self._go_back(keep_gradients=bool(held.widened) or any(not g.zero for g in held.current()))
-        if moved and not self._summed:
+        if self._go_back() and not self._summed:
             self._done = False
             self._measure()
 
@@ -149,9 +147,11 @@ class Replanner:
         known = Activations(int(self._known.before * grown), int(self._known.after * grown))
         return _owned(plan) + known.beside(grads) <= plan.budget.device
 
-    def _go_back(self, keep_gradients: bool) -> bool:
+    def _go_back(self) -> bool:
         """What moved in moves out again, but for weights, and for gradients while there are some; whether anything
         did."""
+        held = self._engine.parts.made.grads.bytes
+        keep_gradients = bool(held.widened) or any(not g.zero for g in held.current())
         now, pairs = self._held.plan, zip(self._first.placements, self._held.plan.placements, strict=True)
         placements = tuple(
             dataclasses.replace(then, weight=p.weight, grad=(p if keep_gradients else then).grad) for then, p in pairs
