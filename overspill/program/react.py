@@ -65,10 +65,17 @@ def _need(program: Program, state: State, event: Need, ops: list[Op]) -> State:
         state = state.but(training=True)
     keep = event.held | state.pinned | frozenset(event.units)
     for unit in event.units:
-        state = _make_whole(program, state, unit, keep, ops)
+        state = bring(program, state, unit, keep, ops)
         state = state.but(here=(*(u for u in state.here if u != unit), unit) if program.away(unit) else state.here)
+    # Before the compute lane is made to wait for anything: what is fetched comes behind what that was given so far.
+    state, upcoming = _prefetch(program, state, keep, ops) if event.ahead else (state, ())
+    for unit in event.units:
+        state = _renew(program, state, unit, ops)
         ops.append(Op(Kind.OPEN, Lane.COMPUTE, unit, waits=(Key(Kind.FETCH, unit), Key(Kind.GATHER, unit))))
-    return _prefetch(program, state, keep, ops) if event.ahead else state
+    for position, unit in enumerate(upcoming if program.gathers else ()):
+        if position == 0 or unit not in state.pending:
+            state = _renew(program, state, unit, ops)
+    return state
 
 
 def _make_whole(program: Program, state: State, unit: int, keep: frozenset[int], ops: list[Op]) -> State:
@@ -83,21 +90,19 @@ def _renew(program: Program, state: State, unit: int, ops: list[Op]) -> State:
     return write_home(program, state, unit, ops) if old else state
 
 
-def _prefetch(program: Program, state: State, keep: frozenset[int], ops: list[Op]) -> State:
-    """Fetch what is expected next, as long as it displaces nothing that is expected sooner; gather it too, and of those
-    that are to be updated before that the first."""
+def _prefetch(program: Program, state: State, keep: frozenset[int], ops: list[Op]) -> tuple[State, tuple[int, ...]]:
+    """Fetch what is expected next, as long as it displaces nothing that is expected sooner; with the units that are
+    here now, or on their way."""
     upcoming = state.expected.get(state.phase, ())[state.cursor :]
     for position, unit in enumerate(upcoming[:LOOK_AHEAD]):
         if program.away(unit) and unit not in state.here:
             sooner = keep | frozenset(upcoming[:position])
             kept = sum(program.model.units[u].weight_bytes for u in state.here if u in sooner)
             if kept + program.model.units[unit].weight_bytes > program.limits.window:
-                break
+                return state, upcoming[:position]
             state = bring(program, state, unit, sooner, ops)
         state = ahead(program, state, unit, ops)
-        if program.gathers and (position == 0 or unit not in state.pending):
-            state = _renew(program, state, unit, ops)
-    return state
+    return state, upcoming[:LOOK_AHEAD]
 
 
 def _join(program: Program, state: State, event: Join, ops: list[Op]) -> State:

@@ -3,12 +3,14 @@
 Note [Backward needs]: module backward hooks change autograd and miss outputs, and a unit's last gradient may arrive
 before its last use. So when the outermost call of a unit ends, the autograd graph that the call made is walked, and
 every node that nobody claimed yet gets a pre-hook that asks for the unit. Units whose weights never leave the device
-need none of this. Autograd numbers its nodes: those from the call's first number on are the call's own, wherever its
-inputs came from. Where fewer were found than were numbered, some hang on other tensors than the outputs, as an
-auxiliary loss kept on a module or keys and values in a cache: then those are looked at too. If some are still
-missing, they are dead (most often), or hang on a tensor that was put anywhere: then all tensors that Python knows of
-are looked at, which is dear, so a kind of module for which that found nothing LOOKS times is not looked at like this
-again. What is missed even so is refused in backward (runtime/weights.py, Note [Versions of what is away]).
+need none of this. Autograd numbers the nodes that a thread makes: those from the call's first number to its last are
+the call's own, wherever its inputs came from; those of other threads have numbers of their own, and on a GPU a backward
+pass, with all that it recomputes, runs in another thread than the forward pass. Where fewer were found than were
+numbered, some hang on other tensors than the outputs, as an auxiliary loss kept on a module or keys and values in a
+cache: then those are looked at too. If some are still missing, they are dead (most often), or hang on a tensor that was
+put anywhere: then all tensors that Python knows of are looked at, which is dear, so a kind of module for which that
+found nothing LOOKS times is not looked at like this again. What is missed even so is refused in backward
+(runtime/weights.py, Note [Versions of what is away]).
 
 Hook objects are copied and pickled as do-nothing hooks, so that a copied or saved model is an ordinary one.
 """
@@ -148,14 +150,14 @@ def _on_call(module: nn.Module, units: tuple[int, ...], listener: Calls, looks: 
         ended = listener.exit(units, output) if begin is not None else ()
         if begin is None or not ended or not torch.is_grad_enabled():
             return
-        made = next_node() - begin
-        if claim(ended, begin, output, listener) == made:
+        own = range(begin, next_node())
+        if claim(ended, own, output, listener) == len(own):
             return
         recompute = torch._C._current_graph_task_id() != -1
-        found = claim(ended, begin, (output, args, kwargs, list(_kept(module))), listener)
-        if found < made and not recompute and looks[type(module)] < LOOKS:
-            strays = list(_strays(begin))
-            claim(ended, begin, strays, listener)
+        found = claim(ended, own, (output, args, kwargs, list(_kept(module))), listener)
+        if found < len(own) and not recompute and looks[type(module)] < LOOKS:
+            strays = list(_strays(own))
+            claim(ended, own, strays, listener)
             if strays:
                 _say_once(f"{type(module).__name__} leaves tensors where only a search finds them; return them: faster")
             else:
@@ -246,8 +248,8 @@ def next_node() -> int:
     return number
 
 
-def claim(units: tuple[int, ...], begin: int, tensors: Any, listener: Calls) -> int:
-    """Ask for `units` before any node behind `tensors` runs that was made since `begin`; how many there are.
+def claim(units: tuple[int, ...], own: range, tensors: Any, listener: Calls) -> int:
+    """Ask for `units` before any node behind `tensors` runs that has one of these numbers; how many there are.
     See Note [Backward needs]."""
 
     need = Hook(lambda gradients: listener.backward(units))
@@ -255,7 +257,7 @@ def claim(units: tuple[int, ...], begin: int, tensors: Any, listener: Calls) -> 
     seen: dict[int, Any] = {}
     while todo:
         node = todo.pop()
-        if id(node) in seen or node.name() == LEAF or node._sequence_nr() < begin:
+        if id(node) in seen or node.name() == LEAF or node._sequence_nr() not in own:
             continue
         seen[id(node)] = node
         todo += [following for following, _ in node.next_functions if following is not None]
@@ -274,14 +276,14 @@ def _kept(module: nn.Module) -> Iterator[Any]:
                 yield value
 
 
-def _strays(begin: int) -> Iterator[Tensor]:
-    """The tensors in this process whose graph was made since `begin` and that nobody claimed."""
+def _strays(own: range) -> Iterator[Tensor]:
+    """The tensors in this process whose nodes have these numbers and that nobody claimed."""
     for x in gc.get_objects():
         # By type, because asking an object for its class may run code of its own.
         if issubclass(type(x), Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 node = x.grad_fn
-            if node is not None and node._sequence_nr() >= begin and CLAIMED not in node.metadata:
+            if node is not None and node._sequence_nr() in own and CLAIMED not in node.metadata:
                 yield x
 
 

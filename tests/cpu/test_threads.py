@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.errors import StateError
+from overspill.runtime import hooks
 from tests import small
 from tests.both import AWAY, HERE, adamw, everywhere, losses, prepare, train
+from tests.cpu.test_recompute import Recomputing
 from tests.reference import differing, weights
 
 AT_ONCE = r"expected one thread at a time to use a prepared model, found another one in the middle of a forward"
@@ -86,6 +88,42 @@ def test_taking_turns(place, tmp_path: Path) -> None:
                 two.submit(steps.step).result()
                 steps.zero_grad()
     assert differing(weights(model), weights(plain)) == []
+
+
+def test_what_another_thread_recomputes_is_told_from_the_forward_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where autograd has a thread of its own, in which nodes have numbers of their own."""
+    found: list[tuple[int, int]] = []
+    real = hooks.claim
+
+    def claim(units: Any, own: range, tensors: Any, listener: Any) -> int:
+        found.append((real(units, own, tensors, listener), len(own)))
+        return found[-1][0]
+
+    def losses_of(model: nn.Module, optimizer: Any) -> list[float]:
+        losses = []
+        for _ in range(3):
+            losses.append(model(TOKENS).square().mean())
+            with ThreadPoolExecutor(1) as other:
+                other.submit(losses[-1].backward).result()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [float(loss) for loss in losses]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Recomputing(reentrant=False)
+
+    plain = build()
+    expected = losses_of(plain, adamw(plain))
+    monkeypatch.setattr(hooks, "claim", claim)
+    for _ in range(1000):
+        torch.ones(1, requires_grad=True).exp()  # so that this thread's numbers are ahead
+    model, optimizer = prepare(AWAY, tmp_path, build)
+    assert losses_of(model, optimizer) == expected
+    assert differing(weights(model), weights(plain)) == []
+    assert found and all(claimed <= made for claimed, made in found)
 
 
 def test_a_thread_that_failed_does_not_keep_its_turn(tmp_path: Path) -> None:

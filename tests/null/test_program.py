@@ -199,6 +199,17 @@ def test_the_next_unit_is_fetched_ahead() -> None:
     assert [op.unit for op in ops if op.kind == Kind.FETCH] == [0, 1]
 
 
+def test_the_next_unit_does_not_wait_for_the_update_of_this_one() -> None:
+    made = program([100] * 4, [Placement("host", "device", "host")] * 4)
+    made = replace(made, piped=True, limits=replace(made.limits, window=2 * made.limits.window))
+    state, _ = react(made, start(made), Step(frozenset(range(4))))
+    for u in (0, 1, 2):
+        state, ops = react(made, state, Need((u,)))
+        kinds = [(op.kind, op.unit) for op in ops]
+        assert kinds.index((Kind.FETCH, u + 1)) < kinds.index((Kind.UPDATED, u))
+        assert kinds.index((Kind.UPDATED, u)) < kinds.index((Kind.OPEN, u))
+
+
 def test_updates_are_handed_out_with_the_step() -> None:
     made = program([100] * 3, [Placement("device", "device", "host")] * 2 + [Placement("host", "device", "host")])
     made = replace(made, piped=True)
