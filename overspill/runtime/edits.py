@@ -55,12 +55,14 @@ class Edits:
 
     def due(self, params: Sequence[Place]) -> None:
         """An update is due for these parameters: look for edits so far, and count the update as none."""
-        for place in params:
-            self.look_at_version(place)
-        torch.autograd.graph.increment_version([self._param(place) for place in params])
-        for place in params:
-            if place in self._parts:
-                self._versions[place] = self._version(place)
+        # Not by the door of each parameter: this is no use of them.
+        with torch._C.DisableTorchFunctionSubclass():
+            for place in params:
+                self.look_at_version(place)
+            torch.autograd.graph.increment_version([self._param(place) for place in params])
+            for place in params:
+                if place in self._parts:
+                    self._versions[place] = self._version(place)
 
     def look_at_version(self, place: Place) -> None:
         if place in self._parts and self._version(place) != self._versions[place]:

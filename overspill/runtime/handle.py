@@ -195,9 +195,13 @@ def _later_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     def run(g: Tensor, *rest: Any) -> None:
         func([g], *([a] if listed else a for a, listed in zip(rest, lists, strict=True)))
 
+    alike = not any(lists) and not any(isinstance(a, Tensor) and a.dim() for a in args[1:])
+    shared = Change(run, args[1:], multiplies and len(args) == 2) if alike else None
     for i, x in enumerate(args[0]):
         operands = tuple(a[i] if listed else a for a, listed in zip(args[1:], lists, strict=True))
-        if isinstance(x, GradHandle):
+        if isinstance(x, GradHandle) and shared is not None:
+            x.generation.change(shared)
+        elif isinstance(x, GradHandle):
             _write_down(x, run, operands, multiplies)
         else:
             run(x, *operands)

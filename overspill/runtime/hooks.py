@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 
 from overspill.runtime.door import Prepared
 from overspill.runtime.generation import NARROW
+from overspill.runtime.turns import Turns
 from overspill.runtime.untraced import untraced
 from overspill.trace import own_time
 from overspill.units.layout import Layout
@@ -47,6 +48,7 @@ OF_MODULES = frozenset(vars(nn.Module()))
 """What every module has: its parameters, hooks and children."""
 DEPTH = 4
 """How deep to look for tensors inside objects that are no containers (caches, output classes)."""
+NESTED = -1
 LOOKS = 2
 """How often to look everywhere in vain. See Note [Backward needs]."""
 
@@ -62,6 +64,8 @@ class Root(Protocol):
 class Calls(Protocol):
     """Hears of calls of modules and of their backward."""
 
+    @property
+    def turns(self) -> Turns: ...
     def enter(self, units: tuple[int, ...]) -> None: ...
     def exit(self, units: tuple[int, ...], output: Any) -> tuple[int, ...]: ...
     def backward(self, units: tuple[int, ...]) -> None: ...
@@ -138,15 +142,22 @@ def _on_root(model: nn.Module, listener: Root) -> list[Any]:
 
 def _on_call(module: nn.Module, units: tuple[int, ...], listener: Calls, looks: Counter[type]) -> list[Any]:
     first: list[int | None] = []
-    """The number of the first node of each running call; None where the call could not begin."""
+    """The number of the first node of each running call; None where the call could not begin, and NESTED where it is
+    inside of another one of the same unit."""
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if listener.turns.nested(units):
+            first.append(NESTED)
+            return
         first.append(None)
         listener.enter(units)
         first[-1] = next_node()
 
     def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         begin = first.pop()
+        if begin == NESTED:
+            listener.turns.unnest(units)
+            return
         ended = listener.exit(units, output) if begin is not None else ()
         if begin is None or not ended or not torch.is_grad_enabled():
             return

@@ -51,7 +51,7 @@ class Residency:
         self._last: tuple[int, ...] = ()
         self._behind: tuple[int, ...] = ()
         """What the running backward node, or the last one, asked for."""
-        self.turns = Turns(self._depth)
+        self.turns = Turns(self._depth, self._recorder)
         self.copies = Copies(self, parts)
         self.check_use: Callable[[tuple[int, ...]], None] = lambda units: None
         """Refuses uses of units that may not be used now. Not by autograd, which looks itself whether weights are as

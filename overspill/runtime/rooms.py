@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from overspill.runtime.generation import Generation
 from overspill.specs import align
@@ -22,8 +23,15 @@ ROOM = "_overspill_room"
 
 class _Room:
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._as: dict[torch.dtype, Tensor] = {}
         self.taken: set[int] = set()
+
+    def of(self, dtype: torch.dtype) -> Tensor:
+        """All of it, as an array."""
+        if dtype not in self._as:
+            self._as[dtype] = self._memory.view(dtype)
+        return self._as[dtype]
 
 
 class Rooms:
@@ -50,9 +58,8 @@ class Rooms:
         found = self._rooms[unit]() if unit in self._rooms else None
         room = found if found is not None and generation.param not in found.taken else self._new(unit)
         room.taken.add(generation.param)
-        begin = self._offsets[unit][generation.param]
-        piece = room.memory[begin : begin + value.nbytes].view(value.dtype)
-        generation.value = piece.as_strided(spec.shape, spec.stride, piece.storage_offset()).copy_(value)
+        begin = self._offsets[unit][generation.param] // spec.dtype.itemsize
+        generation.value = room.of(spec.dtype).as_strided(spec.shape, spec.stride, begin).copy_(value)
         # The room is kept as long as one of its gradients is.
         setattr(generation.value, ROOM, room)
         return True

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd import graph
 
 from overspill.errors import StateError
+from overspill.trace import Recorder
 
 BACKWARD = frozenset({graph._engine_run_backward.__code__})
 CALL = frozenset({nn.Module._call_impl.__code__})
@@ -22,8 +23,9 @@ CALL = frozenset({nn.Module._call_impl.__code__})
 class Turns:
     """Knows who used the model last. `depths`: how many calls of each unit are running, at any time."""
 
-    def __init__(self, depths: list[int]) -> None:
+    def __init__(self, depths: list[int], recorder: Recorder) -> None:
         self._depths = depths
+        self._recorder = recorder
         self._last = threading.get_ident()
 
     def take(self) -> None:
@@ -37,6 +39,18 @@ class Turns:
                 "or backward pass; let threads take turns, or hand copies (model.state_dict()) to the others"
             )
         self._last = me
+
+    def nested(self, units: tuple[int, ...]) -> bool:
+        """Whether a call is inside of another one of its unit, as most are: then all that is to be done is done."""
+        if len(units) != 1 or not self._depths[units[0]] or self._recorder.on:
+            return False
+        self.take()
+        self._depths[units[0]] += 1
+        return True
+
+    def unnest(self, units: tuple[int, ...]) -> None:
+        """Such a call ended."""
+        self._depths[units[0]] -= 1
 
 
 def _of_torch() -> bool:
