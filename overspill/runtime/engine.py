@@ -38,6 +38,8 @@ class Engine:
 
     def __init__(self, model: nn.Module, parts: Parts) -> None:
         self.model = model
+        self.in_order = list(model.parameters())
+        """The model's parameters: they stay the same objects while it is prepared."""
         self.parts = parts
         self.executor = parts.executor
         self.units = parts.units

@@ -59,6 +59,10 @@ class Gradients:
     def take(self, unit: int, param: int, value: Tensor, factor: Tensor | None = None) -> Generation:
         """A plain gradient becomes a generation and goes home."""
         spec = self._units[unit].spec.params[param]
+        generation = Generation(unit, param, spec, value)
+        if factor is None and value.layout is torch.strided and self._move_in(generation):
+            # It is where it belongs, as nearly always where gradients live on the device.
+            return generation
         value = self._laid_out(unit, param, value)
         if factor is not None and value.dtype == full_dtype(spec):
             value, factor = value * factor, None

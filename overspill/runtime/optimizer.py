@@ -88,13 +88,14 @@ class SpilledOptimizer(torch.optim.Optimizer):
     ) -> Tensor:
         """torch.nn.utils.clip_grad_norm_ over all parameters of the model, in the model's order."""
         self.engine.check_open()
-        params = list(self.engine.model.parameters())
+        params = self.engine.in_order
         if all(p.grad is None for p in params):
             raise StateError("expected gradients to clip, found none on any parameter; call loss.backward() first")
         if foreach is None and self.engine.executor.lanes.device.type == "cuda":
             # torch would do so for plain gradients: the same bits in fewer kernels.
             foreach = True
-        with own_time:
+        # Not by the door of each parameter: only gradients are used.
+        with own_time, torch._C.DisableTorchFunctionSubclass():
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
