@@ -5,6 +5,10 @@ an engine that overlaps a step with the next one is seen at its real speed. The 
 its steps. Events on the compute stream mark where one step ends and the next begins; differences between them show how
 steady it is. An update that a step leaves for the next one to do is timed there: a window holds as many updates as it
 has steps.
+
+Note [Garbage]. Every few dozen steps Python's garbage collector looks at all objects of the process, which takes 0.3 s
+where Transformers is imported, whoever trains. Whether that falls into the window is chance, so for all engines what
+is there when the set-up is done is frozen: the collector looks at what came later only.
 """
 
 import itertools

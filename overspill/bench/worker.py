@@ -98,6 +98,9 @@ def train(job: Job, events: Events) -> dict[str, Any]:
     def step() -> Any:
         return ready.step(batches)
 
+    # See timing.py, Note [Garbage].
+    gc.collect()
+    gc.freeze()
     phases.begin("warm-up")
     warm = timing.warm_up(step, training.warmup, device, events.news)
     phases.begin("steps")

@@ -4,7 +4,8 @@ What a byte on the device saves per step decides the order: weights that live el
 (forward, backward, home again), gradients and states twice. So weights come first, then gradients, then states.
 
 Note [Room for activations]: they are not known before the first step. Half of the device budget is kept for them where
-that is possible, and never less than the largest unit's weights.
+that is possible; where the other tiers have no room for what does not fit beside that, a quarter, and so on to a 32nd,
+and never less than the largest unit's weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,8 @@ from overspill.specs import (
     ring_slot_bytes,
 )
 
+LEAST_SHARE = 32
+"""See Note [Room for activations]."""
 MOST_SLOTS = 128
 """Of the ring, where states are told to live elsewhere and there is room: what it holds when a step begins, no forward
 pass waits for. Where homes are ours to choose, states use that room for good."""
@@ -92,11 +95,21 @@ def solve(request: Request) -> Plan:
     needed = _needed(request, (LEAN,) * len(request.model.units), _least)
     if needed + _largest(request.model) > request.budget.device:
         raise BudgetError(_too_small(request, needed + _largest(request.model)))
-    room = request.budget.device - needed - _activations(request, needed)
-    placements = _fill(request, room, request.budget.host)
-    if placements is None:
-        raise BudgetError(_too_little_elsewhere(request, room))
-    return _finish(request, placements)
+    for kept in _kept(request, needed):
+        room = request.budget.device - needed - kept
+        placements = _fill(request, room, request.budget.host)
+        if placements is not None:
+            return _finish(request, placements)
+    raise BudgetError(_too_little_elsewhere(request, room))
+
+
+def _kept(request: Request, needed: int) -> Iterator[int]:
+    """What may be kept for activations, the most first. See Note [Room for activations]."""
+    kept, least = _activations(request, needed), max(_largest(request.model), request.budget.device // LEAST_SHARE)
+    while kept > least:
+        yield kept
+        kept //= 2
+    yield min(least, request.budget.device - needed)
 
 
 def _largest(model: ModelSpec) -> int:

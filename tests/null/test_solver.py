@@ -112,6 +112,17 @@ def test_gradients_take_the_room_that_activations_leave() -> None:
     assert better.bytes_of("device", "weight") == made.bytes_of("device", "weight")
 
 
+def test_less_is_kept_for_activations_where_nothing_else_has_room() -> None:
+    spec, device = model([40000] * 8), 16 * MiB
+    plans = [planned(spec, device, host * MiB) for host in (12, 8, 4, 2, 1)]
+    kept = [plan.bytes_of("device", "activations") for plan in plans]
+    assert kept[0] >= 0.4 * device and kept[1] < 0.25 * device and max(kept[3:]) < 0.1 * device
+    assert min(kept) >= max(u.weight_bytes for u in spec.units)
+    assert all(plan.peak("device") <= device for plan in plans)
+    with pytest.raises(BudgetError, match="set host= to at least"):
+        planned(spec, device, 1)
+
+
 def test_what_the_host_cannot_hold_goes_to_nvme() -> None:
     spec = model([10000] * 4)
     plan = planned(spec, smallest(spec), host=900 * KiB, nvme=GiB)
