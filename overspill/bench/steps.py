@@ -110,7 +110,7 @@ def _peak_of(peer: str | None, known: Sequence[Row]) -> int | None:
     """What a peer's tensors took at most: less than what it had reserved, so that nobody can say it was given more."""
     for row in known:
         if row["name"] == peer and row["ok"] and row["gpu_peak"]:
-            return int(row["gpu_peak"]["allocated"])
+            return max(int(row["gpu"][phase]["allocated"]) for phase in ("warm-up", "steps"))
     return None
 
 

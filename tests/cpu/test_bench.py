@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from overspill.bench import configurations, results, rows
+from overspill.bench import configurations, results, rows, steps
 from overspill.bench.engines import OWN, Engine
 from overspill.bench.jobs import Job, Training, read_job
 from overspill.bench.models import LLAMA, said, sizes_of, tflops
@@ -216,6 +216,13 @@ def test_the_default_model_is_that_of_the_evidence() -> None:
     assert tflops(LLAMA.parameters, 8192, 0.465) == pytest.approx(332, abs=1)
     for count in (350 * 10**6, 3 * 10**9, 18 * 10**9):
         assert sizes_of(count).parameters == pytest.approx(count, rel=0.02) and sizes_of(count).ffn % 64 == 0
+
+
+def test_the_peak_of_a_peer_is_that_of_its_steps() -> None:
+    phases = {name: {"reserved": 9, "allocated": n} for name, n in (("set-up", 8), ("warm-up", 4), ("steps", 5))}
+    row = {"name": "deepspeed", "ok": True, "gpu": phases, "gpu_peak": rows.gpu_peak(phases)}
+    assert steps._peak_of("deepspeed", [row]) == 5 and row["gpu_peak"] == {"reserved": 9, "allocated": 8}
+    assert steps._peak_of("deepspeed", [{**row, "ok": False}]) is None
 
 
 def test_host_peaks_are_those_of_training() -> None:
