@@ -25,10 +25,10 @@ demo: $(VENV)/.stamp-demo  ## train the demo model
 
 # By file: tests of a file share what is dear, as what the plain loop makes of a model.
 test: $(VENV)/.stamp-test  ## the tests of every change, on the CPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
 
 test-all: $(VENV)/.stamp-test  ## also the long tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not gpu" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu" tests
 
 # For a machine that is offline and has torch and pytest in its own Python: nothing is installed.
 test-gpu:  ## the tests that need cuda, with GPU_PYTHON

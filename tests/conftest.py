@@ -1,4 +1,7 @@
-"""Models this small are slower on several threads, and much slower when the machine is busy."""
+"""Models this small are slower on several threads, and much slower when the machine is busy.
+
+Files go to workers whole (`--dist loadfile`), and those that take longest begin first, so that none is left alone at
+the end."""
 
 import sys
 
@@ -6,6 +9,15 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+LONGEST = (
+    "zero_parity zero_memory zero_models zero_races large zero_habits zero_saving train_ranks zero_bytes mesh memory"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"test_{name}.py": n for n, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import itertools
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -222,34 +222,40 @@ def test_peaks_of_ranks_are_within_their_plans(tmp_path: Path) -> None:
     check(2, [large, Case(3, "mixed", "bf16")], tmp_path)
 
 
+def turns(number: int) -> str:
+    """The precisions by turns."""
+    return tuple(DTYPES)[number % 2]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("zero", range(4))
-def test_every_stage_and_tier(zero: int, precision: str, tmp_path: Path) -> None:
-    check(2, [Case(zero, place, precision, 1 + (zero + n) % 2) for n, place in enumerate(HOMES)], tmp_path)
+def test_every_stage_and_tier(zero: int, tmp_path: Path) -> None:
+    """Each stage and each tier with both precisions, and with one pass and two."""
+    places = enumerate(HOMES)
+    check(2, [Case(zero, place, turns(zero + n), 1 + (zero // 2 + n) % 2) for n, place in places], tmp_path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("precision", DTYPES)
-def test_layers_of_many_stripes(precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("unused", [False, True], ids=["all used", "some unused"])
+def test_layers_of_many_stripes(unused: bool, tmp_path: Path) -> None:
     """Some of which wait for a gradient that never comes."""
-    places = ("device", "host") if precision == "bf16" else ("host", "device")
-    cases = [Case(zero, places[zero % 2], precision, 2, stripe=MANY) for zero in range(4)]
-    check(2, [*cases, *(replace(case, unused=True) for case in cases)], tmp_path)
+    places = ("device", "host")
+    pairs = [(zero, place) for zero in range(4) for place in places]
+    cases = [Case(zero, place, turns(zero + n), 2, unused=unused, stripe=MANY) for n, (zero, place) in enumerate(pairs)]
+    check(2, cases[unused::2], tmp_path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("precision", DTYPES)
-def test_gradients_that_are_held(precision: str, tmp_path: Path) -> None:
-    cases = [Case(zero, place, precision, 3, held=True) for zero in (0, 1) for place in ("device", "host")]
-    check(2, [*cases, *(replace(case, stripe=MANY) for case in cases)], tmp_path)
+def test_gradients_that_are_held(tmp_path: Path) -> None:
+    pairs = [(zero, place, stripe) for zero in (0, 1) for place in ("device", "host") for stripe in (STRIPE, MANY)]
+    cases = [Case(z, place, turns(n + n // 2), 3, held=True, stripe=size) for n, (z, place, size) in enumerate(pairs)]
+    check(2, cases, tmp_path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("precision", DTYPES)
-def test_four_ranks(precision: str, tmp_path: Path) -> None:
-    places = ("device", "host") if precision == "bf16" else ("host", "device")
-    check(4, [Case(zero, places[zero % 2], precision, 2) for zero in range(4)], tmp_path)
+def test_four_ranks(tmp_path: Path) -> None:
+    places = ("device", "host", "host", "device")
+    check(4, [Case(zero, places[zero], turns(zero), 2) for zero in range(4)], tmp_path)
 
 
 @pytest.mark.full
