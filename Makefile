@@ -14,7 +14,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test test-all test-gpu soak lint format clean
+.PHONY: help demo native test test-all test-gpu soak lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -30,8 +30,13 @@ test: $(VENV)/.stamp-test  ## the tests of every change, on the CPU
 test-all: $(VENV)/.stamp-test  ## also the long tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu" tests
 
-# For a machine that is offline and has torch and pytest in its own Python: nothing is installed.
-test-gpu:  ## the tests that need cuda, with GPU_PYTHON
+# What installing does too.
+native:  ## build the native kernels where they are
+	cmake -S csrc -B build/native -DOVERSPILL_OUT=$(CURDIR)/overspill/kernels
+	cmake --build build/native --parallel
+
+# For a machine that is offline and has torch, pytest and cmake in its own Python: nothing is installed.
+test-gpu: native  ## the tests that need cuda, with GPU_PYTHON
 	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu
 
 soak: $(VENV)/.stamp-test  ## kills and resumes, over and over: ROUNDS times
@@ -49,7 +54,7 @@ format: $(VENV)/.stamp-dev  ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment, caches and build outputs
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build overspill/kernels/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone, as the plain pinned version: what is installed afterwards finds it there and cannot
@@ -60,6 +65,6 @@ $(VENV)/.stamp-torch: constraints.txt
 	$(PIP) torch
 	@touch $@
 
-$(VENV)/.stamp-%: $(VENV)/.stamp-torch pyproject.toml constraints.txt
+$(VENV)/.stamp-%: $(VENV)/.stamp-torch pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	$(PIP) -e ".[$*]"
 	@touch $@

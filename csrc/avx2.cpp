@@ -1,0 +1,2 @@
+#define OVERSPILL_NAME avx2
+#include "rules.inc"

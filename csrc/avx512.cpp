@@ -1,0 +1,2 @@
+#define OVERSPILL_NAME avx512
+#include "rules.inc"

@@ -1,0 +1,118 @@
+#include "pool.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+namespace overspill {
+namespace {
+
+// Elements: long enough to make up for taking it, short enough that the last ones end together.
+constexpr std::int64_t PIECE = 1 << 16;
+
+class Pool {
+public:
+    void run(std::int64_t count, int threads, const std::function<void(std::int64_t, std::int64_t)>& work) {
+        std::lock_guard<std::mutex> one(calls_);
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            threads = 1 + start(threads - 1);
+            work_ = &work;
+            count_ = count;
+            next_.store(0);
+            wanted_ = threads - 1;
+            busy_ = threads - 1;
+            ++turn_;
+        }
+        begin_.notify_all();
+        take();
+        std::unique_lock<std::mutex> lock(mutex_);
+        end_.wait(lock, [this] { return busy_ == 0; });
+        work_ = nullptr;
+    }
+
+private:
+    // There are so many threads now, or as many as could be had.
+    int start(int wanted) {
+        for (int index = count_of_threads_; index < wanted; ++index) {
+            try {
+                std::thread([this, index] { serve(index); }).detach();
+            } catch (const std::system_error&) {
+                return index;
+            }
+            ++count_of_threads_;
+        }
+        return wanted;
+    }
+
+    void take() {
+        for (;;) {
+            const std::int64_t at = next_.fetch_add(PIECE);
+            if (at >= count_) return;
+            (*work_)(at, at + PIECE < count_ ? at + PIECE : count_);
+        }
+    }
+
+    void serve(int index) {
+        std::uint64_t seen = 0;
+        for (;;) {
+            {
+                std::unique_lock<std::mutex> lock(mutex_);
+                begin_.wait(lock, [&] { return turn_ != seen; });
+                seen = turn_;
+                if (index >= wanted_) continue;
+            }
+            take();
+            std::lock_guard<std::mutex> lock(mutex_);
+            if (--busy_ == 0) end_.notify_one();
+        }
+    }
+
+    std::mutex calls_, mutex_;
+    std::condition_variable begin_, end_;
+    const std::function<void(std::int64_t, std::int64_t)>* work_ = nullptr;
+    std::int64_t count_ = 0;
+    std::atomic<std::int64_t> next_{0};
+    std::uint64_t turn_ = 0;
+    int wanted_ = 0, busy_ = 0, count_of_threads_ = 0;
+};
+
+// Never destroyed, because its threads outlive everything; a forked process has none of them, so it gets another one.
+Pool& pool() {
+    static std::mutex mutex;
+    static Pool* found = nullptr;
+    static pid_t owner = 0;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (found == nullptr || owner != getpid()) {
+        found = new Pool;
+        owner = getpid();
+    }
+    return *found;
+}
+
+}  // namespace
+
+int cores() {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+    const int found = CPU_COUNT(&set);
+    return found > 0 ? found : 1;
+}
+
+void share(std::int64_t count, int threads, const std::function<void(std::int64_t, std::int64_t)>& work) {
+    const std::int64_t pieces = (count + PIECE - 1) / PIECE;
+    if (threads > pieces) threads = static_cast<int>(pieces);
+    if (threads <= 1) {
+        if (count > 0) work(0, count);
+        return;
+    }
+    pool().run(count, threads, work);
+}
+
+}  // namespace overspill

@@ -1,0 +1,16 @@
+// Threads of its own: whatever OMP_NUM_THREADS says, all cores that this process may use.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+namespace overspill {
+
+// Cores that this process may run on.
+int cores();
+
+// Calls `work(begin, end)` for pieces of [0, count) on `threads` threads, this one among them, and waits for all.
+// Whoever is ready takes the next piece, so that a core that others use too delays nobody.
+void share(std::int64_t count, int threads, const std::function<void(std::int64_t, std::int64_t)>& work);
+
+}  // namespace overspill

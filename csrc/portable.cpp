@@ -1,0 +1,2 @@
+#define OVERSPILL_NAME portable
+#include "rules.inc"

@@ -1,0 +1,178 @@
+"""The update rules on the cores of the host: csrc/, by ctypes. The bits of kernels/reference.py with an IEEE root, in
+one pass over memory, whatever the instruction set.
+
+Note [The library]: it is built when overspill is installed, and lies beside this file. Where there was no compiler
+there is none, one line says so, and updates run in plain torch.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overspill.kernels.reference import Hypers, need_field
+
+log = logging.getLogger("overspill")
+
+LIBRARY = Path(__file__).with_name("liboverspill_native.so")
+VERSION = 1
+"""Of what is declared in csrc/native.h."""
+SETS = ("portable", "avx2", "avx512")
+"""Instruction sets, from the one that every machine has to the widest."""
+FORCE = "OVERSPILL_CPU"
+"""The environment variable that forces one of them."""
+_F, _I = ctypes.c_float, ctypes.c_int32
+
+
+class _Elements(ctypes.Structure):
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        ("kept", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        ("fields", ctypes.c_void_p * 3),
+        ("count", ctypes.c_int64),
+        ("narrow_gradient", _I),
+        ("factors", _I),
+        ("factor", _F * 2),
+        ("maximize", _I),
+    ]
+
+
+def _structure(floats: str, flags: str) -> type[ctypes.Structure]:
+    """Of the numbers that a rule takes, by their names in csrc/native.h."""
+    fields = [*((name, _F) for name in floats.split()), *((name, _I) for name in flags.split())]
+    return type("Numbers", (ctypes.Structure,), {"_fields_": fields})
+
+
+_ADAM = _structure("shrink decay lerp less beta2 rest2 size root eps", "decay_kind near amsgrad")
+_SGD = _structure("decay momentum fresh less_lr", "decays has_momentum begin nesterov")
+_ADAGRAD = _structure("decay less_lr eps", "decays")
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """What an update works on: flat and contiguous, all of the same length, in host memory."""
+
+    weight: Tensor
+    """fp32; or bf16, with `kept`."""
+    kept: Tensor | None
+    """int16: what is kept of the masters beside the weights."""
+    gradient: Tensor
+    """fp32 or bf16."""
+    factors: Sequence[float]
+    """What the gradient is multiplied with, one after the other; at most two."""
+    fields: Sequence[Tensor]
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """See Note [The library]."""
+    try:
+        found = ctypes.CDLL(str(LIBRARY))
+        version = found.overspill_version()
+    except (OSError, AttributeError) as error:
+        log.info("updates on the host run in plain torch, which is slower: no native library (%s)", error)
+        return None
+    if version != VERSION:
+        log.warning("expected version %d of %s, found %d: it is not used; install anew", VERSION, LIBRARY.name, version)
+        return None
+    return found
+
+
+def sets() -> tuple[str, ...]:
+    """Instruction sets that can run here; none without the library."""
+    found = library()
+    return () if found is None else tuple(name for i, name in enumerate(SETS) if found.overspill_has(i))
+
+
+def chosen_set() -> str | None:
+    """The widest one, or the one that is forced; None: there is no library."""
+    there, forced = sets(), os.environ.get(FORCE)
+    if not there or forced is None:
+        return there[-1] if there else None
+    if forced not in there:
+        log.warning("expected %s as one of %s, found %r: %s is used", FORCE, ", ".join(there), forced, there[-1])
+        return there[-1]
+    return forced
+
+
+def takes(on: Elements) -> bool:
+    """Whether the library works on arrays of these kinds."""
+    if on.kept is None:
+        own = on.weight.dtype == torch.float32
+    else:
+        own = on.weight.dtype == torch.bfloat16 and on.kept.dtype == torch.int16
+    return own and on.gradient.dtype in (torch.float32, torch.bfloat16)
+
+
+def adam(on: Elements, h: Hypers, step: int, how: "How") -> None:
+    """As reference._adam."""
+    lr, (beta1, beta2), decay = float(h["lr"]), map(float, h["betas"]), float(h["weight_decay"])
+    if h["amsgrad"]:
+        need_field("max_exp_avg_sq", on.fields, 3)
+    size, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+    kind = 0 if not decay else 1 if h.get("decoupled_weight_decay") else 2
+    scalars = (1 - lr * decay, decay, 1 - beta1, (1 - beta1) - 1, beta2, 1 - beta2, -size, root, float(h["eps"]))
+    numbers = _ADAM(*scalars, kind, 1 - beta1 < 0.5, bool(h["amsgrad"]))
+    how.run("adam", on, numbers, bool(h["maximize"]))
+
+
+def sgd(on: Elements, h: Hypers, step: int, how: "How") -> None:
+    """As reference._sgd."""
+    lr, momentum, decay = float(h["lr"]), float(h["momentum"]), float(h["weight_decay"])
+    if momentum:
+        need_field("momentum_buffer", on.fields, 1)
+    scalars = (decay, momentum, 1 - float(h["dampening"]), -lr)
+    numbers = _SGD(*scalars, bool(decay), bool(momentum), step == 1, bool(h["nesterov"]))
+    how.run("sgd", on, numbers, bool(h["maximize"]))
+
+
+def adagrad(on: Elements, h: Hypers, step: int, how: "How") -> None:
+    """As reference._adagrad."""
+    decay, lr = float(h["weight_decay"]), float(h["lr"]) / (1 + (step - 1) * float(h["lr_decay"]))
+    how.run("adagrad", on, _ADAGRAD(decay, -lr, float(h["eps"]), bool(decay)), bool(h["maximize"]))
+
+
+RULES = {"adam": adam, "sgd": sgd, "adagrad": adagrad}
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """With which instructions, and on how many threads."""
+
+    instructions: str
+    threads: int
+
+    @staticmethod
+    def best() -> "How | None":
+        """All cores that this process may use; None: there is no library."""
+        found, name = library(), chosen_set()
+        return None if found is None or name is None else How(name, found.overspill_cores())
+
+    def run(self, rule: str, on: Elements, numbers: ctypes.Structure, maximize: bool) -> None:
+        found = library()
+        assert found is not None, "there is no library"
+        arrays = [on.weight, on.gradient, *on.fields, *(() if on.kept is None else (on.kept,))]
+        assert takes(on), f"no kernel for {[a.dtype for a in arrays]}"
+        assert all(a.is_contiguous() and a.is_cpu and a.numel() == on.weight.numel() for a in arrays), "not flat"
+        assert all(f.dtype == torch.float32 for f in on.fields) and len(on.factors) <= 2, "not what a rule keeps"
+        elements = _Elements(
+            on.weight.data_ptr(),
+            None if on.kept is None else on.kept.data_ptr(),
+            on.gradient.data_ptr(),
+            (ctypes.c_void_p * 3)(*(f.data_ptr() for f in on.fields)),
+            on.weight.numel(),
+            on.gradient.dtype == torch.bfloat16,
+            len(on.factors),
+            (_F * 2)(*on.factors),
+            maximize,
+        )
+        call: Any = getattr(found, f"overspill_run_{rule}")
+        call(ctypes.byref(elements), ctypes.byref(numbers), SETS.index(self.instructions), self.threads)

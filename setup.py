@@ -1,0 +1,39 @@
+"""Builds the native kernels of csrc/ where there is a compiler; everything else stands in pyproject.toml.
+
+They are one shared library with a plain C interface, so one wheel serves every version of Python and of torch.
+"""
+
+import subprocess
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+HERE = Path(__file__).parent
+
+
+class BuildByCMake(build_ext):
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        out, build = Path(self.get_ext_fullpath(ext.name)).resolve().parent, Path(self.build_temp, "native").resolve()
+        try:
+            subprocess.run(["cmake", "-S", HERE / "csrc", "-B", build, f"-DOVERSPILL_OUT={out}"], check=True)
+            subprocess.run(["cmake", "--build", build, "--parallel"], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            # The extension is optional: setuptools says so and goes on, and updates on the host run in plain torch.
+            raise CompileError(f"no native kernels: {error}") from error
+
+
+class AnyPython(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[Extension("overspill.kernels.liboverspill_native", sources=[], optional=True)],
+    cmdclass={"build_ext": BuildByCMake, "bdist_wheel": AnyPython},
+)

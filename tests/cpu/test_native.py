@@ -1,0 +1,202 @@
+"""Native kernels: the bits of the reference with an IEEE root, on every instruction set, for any length and value."""
+
+import logging
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from overspill.kernels import cpu, masters, reference
+from overspill.kernels.cpu import Elements, How
+
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False}
+SGD = {"lr": 1e-2, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+ADAGRAD = {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10, "maximize": False}
+RULES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "adam": ("adam", 2, ADAM),
+    "adam l2": ("adam", 2, ADAM | {"weight_decay": 0.1, "maximize": True}),
+    "adamw": ("adam", 2, ADAM | {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "adamw far": ("adam", 2, ADAM | {"betas": (0.3, 0.5), "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "amsgrad": ("adam", 3, ADAM | {"amsgrad": True, "eps": 1e-3}),
+    "sgd": ("sgd", 0, SGD),
+    "sgd decay": ("sgd", 0, SGD | {"weight_decay": 0.1, "maximize": True}),
+    "momentum": ("sgd", 1, SGD | {"momentum": 0.9, "dampening": 0.3}),
+    "nesterov": ("sgd", 1, SGD | {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "adagrad": ("adagrad", 1, ADAGRAD),
+    "adagrad decay": ("adagrad", 1, ADAGRAD | {"lr_decay": 0.1, "weight_decay": 0.1, "maximize": True}),
+}
+APPLY = {"adam": reference._adam, "sgd": reference._sgd, "adagrad": reference._adagrad}
+KINDS = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+FACTORS = (0.37, 1.0 / 3.0)
+NATIVE = pytest.mark.skipif(cpu.library() is None, reason="no native library: there was no compiler at install")
+pytestmark = NATIVE
+
+
+@pytest.fixture(autouse=True)
+def ieee_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU. The root of a float, in fp64, is never so near to the middle of two floats that rounding it errs."""
+    monkeypatch.setattr(reference, "_root", lambda a: a.double().sqrt().float())
+
+
+def numbers(count: int, seed: int) -> Tensor:
+    """Of all magnitudes: ordinary, tiny, denormal, huge, zeros of both signs, infinite, none at all."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randn(count, generator=generator)
+    kinds = torch.randint(0, 16, (count,), generator=generator)
+    for kind, change in enumerate((1e-20, 1e-39, 1e-44, 1e30, 0.0, -0.0, float("inf"), float("nan"))):
+        chosen = kinds == kind
+        found[chosen] = change if change == 0 or change != change else found[chosen] * change
+    return found
+
+
+def elements(rule: str, count: int, kinds: tuple[torch.dtype, torch.dtype], seed: int = 0) -> Elements:
+    own = numbers(count, seed)
+    if kinds[0] == torch.bfloat16:
+        weight, kept = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.int16)
+        masters.split(own, weight, kept)
+    else:
+        weight, kept = own, None
+    fields = [numbers(count, seed + 2 + i) for i in range(RULES[rule][1])]
+    for field in fields[1:] if RULES[rule][0] == "adam" else fields if RULES[rule][0] == "adagrad" else []:
+        field.abs_()
+    return Elements(weight, kept, numbers(count, seed + 1).to(kinds[1]), FACTORS, fields)
+
+
+def part(on: Elements, begin: int, end: int) -> Elements:
+    kept = None if on.kept is None else on.kept[begin:end].clone()
+    fields = [f[begin:end].clone() for f in on.fields]
+    return Elements(on.weight[begin:end].clone(), kept, on.gradient[begin:end].clone(), on.factors, fields)
+
+
+def expected(rule: str, on: Elements, step: int) -> Elements:
+    """By the reference, on copies."""
+    name, _, hypers = RULES[rule]
+    found = part(on, 0, on.weight.numel())
+    gradient = found.gradient.float()
+    for factor in on.factors:
+        gradient.mul_(factor)
+    master = found.weight if found.kept is None else masters.join(found.weight, found.kept)
+    APPLY[name](master, gradient, found.fields, hypers, step)
+    if found.kept is not None:
+        masters.split(master, found.weight, found.kept)
+    return found
+
+
+def native(rule: str, on: Elements, step: int, how: How) -> Elements:
+    name, _, hypers = RULES[rule]
+    found = part(on, 0, on.weight.numel())
+    cpu.RULES[name](found, hypers, step, how)
+    return found
+
+
+def differing(one: Elements, other: Elements) -> list[str]:
+    """Arrays whose bits differ, but for those of NaN."""
+    pairs = {"weight": (one.weight, other.weight)}
+    pairs |= {f"field {i}": pair for i, pair in enumerate(zip(one.fields, other.fields, strict=True))}
+    wrong = [name for name, (a, b) in pairs.items() if not _same(a, b)]
+    if one.kept is not None and other.kept is not None and not torch.equal(one.kept, other.kept):
+        wrong.append("kept")
+    return wrong
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    bits = torch.int16 if a.dtype == torch.bfloat16 else torch.int32
+    return bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
+
+
+@pytest.mark.parametrize("instructions", cpu.sets())
+@pytest.mark.parametrize("kinds", KINDS, ids=["fp32", "bf16 with fp32 gradients", "bf16"])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_bits_of_the_reference(rule: str, kinds: tuple[torch.dtype, torch.dtype], instructions: str) -> None:
+    on = elements(rule, 20011, kinds)
+    for step in (1, 2, 1000):
+        assert differing(native(rule, on, step, How(instructions, 1)), expected(rule, on, step)) == []
+
+
+@pytest.mark.parametrize("instructions", cpu.sets())
+def test_several_steps(instructions: str) -> None:
+    for rule in RULES:
+        ours = theirs = elements(rule, 5003, (torch.bfloat16, torch.bfloat16))
+        for step in range(1, 8):
+            ours, theirs = native(rule, ours, step, How(instructions, 1)), expected(rule, theirs, step)
+        assert differing(ours, theirs) == [], rule
+
+
+@pytest.mark.parametrize("instructions", cpu.sets())
+@pytest.mark.parametrize("kinds", KINDS[1:], ids=["fp32 gradients", "bf16 gradients"])
+def test_every_length_at_odd_places(kinds: tuple[torch.dtype, torch.dtype], instructions: str) -> None:
+    """From 0 to 4,097, each at another place: nothing outside is read into the result or written."""
+    room = 4097 + 9
+    on, how = elements("adamw", room, kinds), How(instructions, 1)
+    known = expected("adamw", on, 5)
+    for length in range(4098):
+        begin = length % 9
+        found = part(on, 0, room)
+        inside = slice(begin, begin + length)
+        cut = Elements(
+            found.weight[inside], None if found.kept is None else found.kept[inside], found.gradient[inside],
+            on.factors, [f[inside] for f in found.fields],
+        )  # fmt: skip
+        cpu.adam(cut, RULES["adamw"][2], 5, how)
+        assert differing(part(found, begin, begin + length), part(known, begin, begin + length)) == [], length
+        for outside in (slice(0, begin), slice(begin + length, room)):
+            assert _same(found.weight[outside], on.weight[outside]), length
+            assert all(_same(f[outside], o[outside]) for f, o in zip(found.fields, on.fields, strict=True)), length
+
+
+def test_any_number_of_threads() -> None:
+    on = elements("adamw", (1 << 18) + 13, (torch.bfloat16, torch.bfloat16))
+    known = expected("adamw", on, 3)
+    for instructions in cpu.sets():
+        for threads in (1, 2, 3, 7):
+            assert differing(native("adamw", on, 3, How(instructions, threads)), known) == []
+
+
+def test_every_bf16_weight_with_its_remainders() -> None:
+    """All 65,536 weights beside the least remainder, the largest and the middle: an update of zero loses nothing."""
+    weight = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for kept in (-32768, -1, 0, 1, 32767):
+        rest = torch.full((1 << 16,), kept, dtype=torch.int16)
+        on = Elements(weight, rest, torch.zeros(1 << 16), (), ())
+        for instructions in cpu.sets():
+            assert differing(native("sgd", on, 1, How(instructions, 1)), expected("sgd", on, 1)) == []
+
+
+def test_threads_are_those_of_the_process_whatever_omp_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    how = How.best()
+    assert how is not None and how.threads == len(os.sched_getaffinity(0))
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    on = elements("adamw", 1 << 18, (torch.bfloat16, torch.bfloat16))
+    known = native("adamw", on, 3, How("portable", 2))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(len(differing(native("adamw", on, 3, How("portable", 2)), known)))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_an_instruction_set_can_be_forced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert cpu.chosen_set() == cpu.sets()[-1]
+    monkeypatch.setenv(cpu.FORCE, "portable")
+    assert cpu.chosen_set() == "portable"
+    monkeypatch.setenv(cpu.FORCE, "sse9")
+    with caplog.at_level(logging.WARNING, "overspill"):
+        assert cpu.chosen_set() == cpu.sets()[-1]
+    assert "expected OVERSPILL_CPU as one of portable" in caplog.text
+
+
+def test_without_the_library_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "none.so")
+    cpu.library.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO, "overspill"):
+            assert cpu.library() is None and cpu.library() is None and How.best() is None and cpu.sets() == ()
+        assert caplog.text.count("no native library") == 1
+    finally:
+        cpu.library.cache_clear()
