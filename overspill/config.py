@@ -17,9 +17,11 @@ NvmeOption = None | str | PathLike[str] | Sequence[str | PathLike[str]] | Mappin
 UNITS = {"": 1, "B": 1}
 UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 
+FORMATS = ("exact", "bf16", "compact")
+"""Of optimizer states."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("bf16", "fp16", "fp32"),
-    "states": ("exact",),
+    "states": FORMATS,
     "update": ("lazy", "eager"),
     "zero": ("auto", 0, 1, 2, 3),
     "activations": ("keep",),
@@ -29,7 +31,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 """What this version can do."""
 
 LATER: dict[str, tuple[Any, ...]] = {
-    "states": ("bf16", "compact"),
     "update": ("delayed",),
     "activations": ("recompute", "offload", "auto"),
 }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from overspill.config import Options, parse_nvme, parse_size
+from overspill.config import FORMATS, Options, parse_nvme, parse_size
 from overspill.errors import BudgetError, OptionError, OverspillError, RankError, TierError
 from overspill.kernels.masters import KEPT
 from overspill.kernels.reference import Rule, rule_of
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("overspill")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+WIDTHS = {"exact": "fp32", "bf16": "bf16", "compact": "8 bits"}
+"""Of what an update keeps, by format."""
 MOST_PAGES = 1000
 """With more pages than this, smaller ones would save next to nothing, and take minutes to plan."""
 AUTO_SHARE = {"cuda": (0.92, 0.8), "cpu": (0.4, 0.4)}
@@ -87,13 +89,27 @@ def forms_of(optimizer: torch.optim.Optimizer, chosen: Options, sharding: Shardi
     dtype, rule = DTYPES[chosen.precision], update_rule(optimizer, chosen)
     wide = torch.float32 if chosen.micro_batches > 1 else None
     format = StateFormat(master=KEPT.get(dtype), fields=rule.fields if rule else None)
-    return Forms(dtype, wide, format, StateProbe(optimizer).bytes_of, sharding)
+    saying = [group for group in optimizer.param_groups if "states" in group]
+    said = {id(p): _format(group["states"]) for group in saying for p in group["params"]}
+    if rule is None and {chosen.states, *said.values()} != {"exact"}:
+        raise OptionError(
+            f"expected states='exact' where the optimizer's own step runs, found {chosen.states!r}; other formats are "
+            "for torch's Adam, AdamW, SGD and Adagrad, with precision='bf16' or 'fp16' and kernels='auto'"
+        )
+    return Forms(dtype, wide, format, StateProbe(optimizer).bytes_of, sharding, chosen.states, said)
+
+
+def _format(name: Any) -> str:
+    if name not in FORMATS:
+        raise OptionError(f"expected 'states' of a parameter group to be one of {FORMATS}, found {name!r}")
+    return str(name)
 
 
 def _dtypes(forms: Forms, chosen: Options) -> dict[str, str]:
     """The dtype of every role, in words."""
     narrow = forms.state.master is not None
-    masters = {"bf16": "fp32 (the weight and 16 bits)", "fp16": "fp32"}
+    compact = forms.states == "compact"
+    masters = {"bf16": "24 bits (the weight and 8)" if compact else "fp32 (the weight and 16 bits)", "fp16": "fp32"}
     fields = forms.state.fields
     return {
         "weight": chosen.precision,
@@ -101,7 +117,7 @@ def _dtypes(forms: Forms, chosen: Options) -> dict[str, str]:
         "master": masters.get(chosen.precision, "the weight itself"),
         "state": "as the optimizer makes it"
         if fields is None
-        else ", ".join(f"{name} fp32" for name in fields) or "none",
+        else ", ".join(f"{name} {WIDTHS[chosen.states]}" for name in fields) or "none",
     }
 
 

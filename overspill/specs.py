@@ -59,24 +59,45 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
     return tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
 
 
+STATE_BLOCK = 128
+"""Elements that share an exponent, where moments have 8 bits: see kernels/codecs.py."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """What is kept on a unit's pages for the elements of its parameters."""
+    """What is kept on a page for the elements of parameters."""
 
     master: torch.dtype | None = None
-    """What is kept beside a weight to hold its fp32 master: see kernels/masters.py. None: it is its own master."""
+    """What is kept beside a weight to hold its master: see kernels/masters.py. None: it is its own master."""
     fields: tuple[str, ...] | None = None
-    """The fp32 arrays of our own kernel; None: whatever tensors the user's optimizer makes, parameter by parameter."""
+    """The arrays of our own kernel; None: whatever tensors the user's optimizer makes, parameter by parameter."""
+    name: str = "exact"
+    """How those are kept: see kernels/codecs.py."""
+
+    def named(self, name: str) -> "StateFormat":
+        """The same in another format."""
+        shorter = name == "compact" and self.master == torch.int16
+        return StateFormat(torch.int8 if shorter else self.master, self.fields, name)
+
+    @property
+    def arrays(self) -> tuple[tuple[torch.dtype, int], ...]:
+        """(dtype, elements that share an item) of the arrays of a page: what is kept of masters, then the fields."""
+        kept = ((self.master, 1),) if self.master is not None else ()
+        field: dict[str, tuple[tuple[torch.dtype, int], ...]] = {
+            "exact": ((torch.float32, 1),),
+            "bf16": ((torch.bfloat16, 1),),
+            "compact": ((torch.uint8, 1), (torch.uint8, STATE_BLOCK)),
+        }
+        return (*kept, *(field[self.name] * len(self.fields or ())))
 
     @property
     def master_bytes(self) -> int:
         """Per element."""
         return self.master.itemsize if self.master is not None else 0
 
-    @property
-    def element_bytes(self) -> int:
-        """Per element, in the arrays of a page: the master's, then the fields."""
-        return self.master_bytes + torch.float32.itemsize * len(self.fields or ())
+    def bytes_for(self, elements: int) -> int:
+        """In the arrays of a page; elements are whole blocks there."""
+        return sum(elements * dtype.itemsize // shared for dtype, shared in self.arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +196,8 @@ class ParamSpec:
     """The elements that this rank updates."""
     master: bool = False
     """Whether the weight is the rounding of a master, of which the rest is kept beside the states."""
+    states: str = "exact"
+    """The format of what is kept for it."""
 
     @property
     def numel(self) -> int:
@@ -213,6 +236,8 @@ class PageSpec:
     elements: int
     state_bytes: int
     grad_bytes: int
+    format: StateFormat = StateFormat()
+    """Of all its parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +289,7 @@ class ModelSpec:
     """Sets of units that one module call needs at the same time."""
     buffer_bytes: int
     format: StateFormat = StateFormat()
+    """What an update keeps, exactly; pages say in which format."""
     sharding: Sharding = Sharding()
 
     def role_bytes(self, role: Role) -> int:

@@ -26,11 +26,15 @@ remainder 2^-15 of the master, bf16 moments 2^-7. NaN stays NaN and infinities s
 block at its smallest numbers or zero.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-BLOCK = 128
-"""Elements that share an exponent."""
+from overspill.specs import STATE_BLOCK as BLOCK
+
+FIRST = ("exp_avg", "momentum_buffer")
+"""Fields that have a sign; all others are never negative."""
 _LOW32 = 0xFFFFFFFF
 _NAN = 0x7F800000
 """fp32 bits above this, but for the sign, are no number."""
@@ -162,3 +166,48 @@ def _blocks(x: Tensor) -> Tensor:
 def _spread(each: Tensor, count: int) -> Tensor:
     """A number of each block, for all of its elements."""
     return each.repeat_interleave(BLOCK)[:count]
+
+
+# --- all fields of a rule
+
+
+def pieces(name: str, arrays: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
+    """What the arrays have for some elements, from the first of a block on."""
+    found = [array[begin:end] for array in arrays]
+    if name == "compact":
+        found[1::2] = [array[begin // BLOCK : blocks_of(end)] for array in arrays[1::2]]
+    return found
+
+
+def load(name: str, fields: Sequence[str], arrays: Sequence[Tensor]) -> list[Tensor]:
+    """The fields, fp32 [n]: new, but where they are kept as they are."""
+    if name == "exact":
+        return list(arrays)
+    if name == "bf16":
+        return [array.float() for array in arrays]
+    pairs = zip(arrays[::2], arrays[1::2], strict=True)
+    return [
+        decode_first(code.view(torch.int8), top) if field in FIRST else decode_second(code, top)
+        for field, (code, top) in zip(fields, pairs, strict=True)
+    ]
+
+
+def keep(
+    name: str, fields: Sequence[str], arrays: Sequence[Tensor], noise: tuple[Tensor, Tensor], values: Sequence[Tensor]
+) -> None:
+    """Put fields back, fp32 [n]: by chance where less is kept."""
+    if name == "exact":
+        for array, value in zip(arrays, values, strict=True):
+            if array is not value:
+                array.copy_(value)
+        return
+    # The third one, where there is one, has bits of the first's that this did not use.
+    bits = (noise[0], noise[1], noise[0] >> 12)
+    for i, (field, value) in enumerate(zip(fields, values, strict=True)):
+        if name == "bf16":
+            arrays[i].copy_(to_bf16(value, bits[i] if i < 2 else noise[0] >> 16))
+            continue
+        first = field in FIRST
+        code, top = (encode_first if first else encode_second)(value, bits[i])
+        arrays[2 * i].copy_(code.view(torch.uint8))
+        arrays[2 * i + 1].copy_(top)

@@ -4,11 +4,13 @@ Note [Exact masters]: a bf16 weight is the upper half of an fp32 number. The mas
 zero at ties), and what is kept is the signed 16-bit difference of the two bit patterns, so that weight and difference
 give the master back exactly, infinities and denormals included; NaN stays NaN. Rounding half to even would make a
 difference of +32768 possible, which does not fit. An fp16 weight is no prefix of its master, so there the whole master
-is kept, and the weight is rounded as torch does it.
+is kept, and the weight is rounded as torch does it. Where states are compact, 8 bits are kept of the 16: codecs.py.
 """
 
 import torch
 from torch import Tensor
+
+from overspill.kernels.codecs import join8, split8
 
 KEPT: dict[torch.dtype, torch.dtype] = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 """Compute dtype -> dtype of what is kept beside each weight. A weight of another dtype is its own master."""
@@ -22,14 +24,22 @@ def join(weight: Tensor, kept: Tensor) -> Tensor:
     """The masters: fp32 [n], new, from weights bf16 or fp16 [n] and what was kept [n]."""
     if kept.dtype == torch.float32:
         return kept.clone()
+    if kept.dtype == torch.int8:
+        return join8(weight, kept)
     return weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(kept).view(torch.float32)
 
 
-def split(master: Tensor, weight: Tensor, kept: Tensor) -> None:
-    """Round masters fp32 [n] into `weight` bf16 or fp16 [n], and keep in `kept` [n] what is needed to join them."""
+def split(master: Tensor, weight: Tensor, kept: Tensor, noise: Tensor | None = None) -> None:
+    """Round masters fp32 [n] into `weight` bf16 or fp16 [n], and keep in `kept` [n] what is needed to join them. Only 8
+    bits are kept by chance, with `noise`, or else what is nearest."""
     if kept.dtype == torch.float32:
         weight.copy_(master)
         kept.copy_(master)
+        return
+    if kept.dtype == torch.int8:
+        upper, rest = split8(master, torch.full_like(master, 0x80, dtype=torch.int64) if noise is None else noise)
+        weight.copy_(upper)
+        kept.copy_(rest)
         return
     bits, nan = master.view(torch.int32), master.isnan()
     upper = bits.add(HALF).bitwise_right_shift_(16)

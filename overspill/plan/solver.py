@@ -51,6 +51,8 @@ BESIDE_MASTERS = 2
 """More of them where the parameters are roundings of masters: those, and the widened gradients."""
 KERNEL_WORKSPACE = 10
 """fp32 arrays of a piece's length that our own update holds: master, gradient, and what is in between."""
+CODEC_WORKSPACE = 30
+"""More of them, where states are kept in less than fp32: integers of 8 bytes, above all."""
 NVME_BLOCK = 4096
 STAGING = (128 * KiB, 8 * MiB)
 PAGE = (64 * KiB, 128 * MiB)
@@ -246,8 +248,9 @@ def _workspace(model: ModelSpec) -> int:
     item, format = torch.float32.itemsize, model.format
     pages = [page for u in model.units for page in u.pages]
     if format.fields is not None:
+        narrow = any(page.format.name != "exact" for page in pages)
         longest = max((part.numel for page in pages for part in page.parts), default=0)
-        return KERNEL_WORKSPACE * item * min(longest, KERNEL_PIECE)
+        return (KERNEL_WORKSPACE + (CODEC_WORKSPACE if narrow else 0)) * item * min(longest, KERNEL_PIECE)
     copies = WORKSPACE + (BESIDE_MASTERS if format.master is not None else 0)
     sizes = [(sum(part.numel for part in page.parts) * item, page.state_bytes) for page in pages]
     return max((max(copies * params, states) for params, states in sizes), default=0)

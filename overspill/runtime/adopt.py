@@ -80,7 +80,7 @@ def _masters(index: int, unit: Unit, pages: Pages) -> dict[int, Tensor]:
         for part in page.parts:
             spec, weight = unit.spec.params[part.param], unit.elements(part.param, part.begin, part.end)
             if spec.master:
-                kept = kept_of(pages.model.format, part, memory).to(weight.device)
+                kept = kept_of(page, part, memory).to(weight.device)
                 to = whole.setdefault(part.param, torch.empty_strided(spec.shape, spec.stride, device=weight.device))
                 as_flat(to)[part.begin : part.end].copy_(join(weight, kept))
     return whole
@@ -88,7 +88,8 @@ def _masters(index: int, unit: Unit, pages: Pages) -> dict[int, Tensor]:
 
 def _fill(index: int, unit: Unit, pages: Pages, source: Source) -> None:
     keep = _Keeping(index, unit, pages)
-    for param, (spec, p) in enumerate(zip(unit.spec.params, unit.params, strict=True)):
+    for param in keep.order(len(unit.params)):
+        spec, p = unit.spec.params[param], unit.params[param]
         for begin in range(0, spec.numel, PIECE):
             end = min(begin + PIECE, spec.numel)
             value, weight = source.read(spec, p, begin, end), unit.elements(param, begin, end)
@@ -98,7 +99,9 @@ def _fill(index: int, unit: Unit, pages: Pages, source: Source) -> None:
             # In small steps, each of which takes several copies on the device.
             for at in range(0, end - begin, KERNEL_PIECE):
                 piece = value[at : at + KERNEL_PIECE].to(pages.device, torch.float32)
-                kept = torch.empty(piece.numel(), dtype=pages.model.format.master, device=pages.device)
+                kept = torch.empty(
+                    piece.numel(), dtype=pages.model.format.named(spec.states).master, device=pages.device
+                )
                 split(piece, weight[at : at + KERNEL_PIECE], kept)
                 keep(param, begin + at, kept)
     keep.flush()
@@ -118,19 +121,25 @@ class _Keeping:
                 if unit.spec.params[part.param].master:
                     self._parts.setdefault(part.param, []).append((i, part))
 
+    def order(self, count: int) -> list[int]:
+        """Parameters as their pages come."""
+        first = {param: parts[0][0] for param, parts in self._parts.items()}
+        return sorted(range(count), key=lambda param: first.get(param, -1))
+
     def __call__(self, param: int, begin: int, kept: Tensor) -> None:
         """Elements of a parameter from `begin` on, in the order of the pages, which are written one by one."""
         for page, part in self._parts.get(param, ()):
             low, high = max(begin, part.begin), min(begin + kept.numel(), part.end)
             if low < high:
                 self._open(page)
-                own = kept_of(self._pages.model.format, part, self._memory)
+                own = kept_of(self._pages.spec(self._index, page), part, self._memory)
                 own[low - part.begin : high - part.begin].copy_(kept[low - begin : high - begin])
 
     def _open(self, page: int) -> None:
         if page != self._page:
             self.flush()
-            nbytes = self._pages.spec(self._index, page).elements * self._pages.model.format.master_bytes
+            spec = self._pages.spec(self._index, page)
+            nbytes = spec.elements * spec.format.master_bytes
             self._page, self._memory = page, torch.zeros(nbytes, dtype=torch.uint8, device=self._pages.device)
 
     def flush(self) -> None:

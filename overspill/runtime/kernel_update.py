@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from overspill.errors import ModelError
+from overspill.kernels import codecs
 from overspill.kernels.masters import join, split
 from overspill.kernels.reference import Rule
 from overspill.runtime.collect import Collector
@@ -51,11 +53,15 @@ class KernelUpdate:
     ) -> None:
         self._rule = rule
         self._fast = one_kernel(rule.name, pages.device)
+        if self._fast is not None and any(p.format.name != "exact" for u in pages.model.units for p in u.pages):
+            log.info("states that are not exact are updated piece by piece in plain torch, which is slower")
         self._collector = collector if collector is not None and collector.divided else None
         if collector is not None:
             collector.gives[Meeting.STATE] = self._share
         self.fields: tuple[str, ...] | None = rule.fields
         self._units = units
+        self._first = [0, *itertools.accumulate(len(unit.params) for unit in units)]
+        """The number of each unit's first parameter."""
         self._pages = pages
         self._masters = masters
         self._steps: Counter[tuple[int, int]] = Counter()
@@ -68,16 +74,19 @@ class KernelUpdate:
     def run(self, unit: int, page: int, shares: Sequence[Share]) -> None:
         memory = self._pages.make(unit, page)
         for share in shares:
-            kept, *fields = self._cached(unit, page, share.part, memory)
+            kept, *arrays = self._cached(unit, page, share.part, memory)
             self._masters.current(unit, page, share.part, kept)
             weight = self._units[unit].elements(share.due.param, share.part.begin, share.part.end)
             step = self._steps[unit, share.due.param]
-            rounded = (unit, share.due.param) in self._masters
+            rest = kept if (unit, share.due.param) in self._masters else None
+            format = self._pages.spec(unit, page).format.name
             as_kept = share.as_kept() if self._fast is not None else None
-            if self._fast is not None and as_kept is not None:
-                self._fast(weight, kept if rounded else None, as_kept, fields)(share.hypers, step)
+            if format != "exact":
+                self._in_format(format, share, (weight, rest), arrays, (self._first[unit] + share.due.param, step))
+            elif self._fast is not None and as_kept is not None:
+                self._fast(weight, rest, as_kept, arrays)(share.hypers, step)
             else:
-                self._by_pieces(share, weight, kept if rounded else None, fields, step)
+                self._by_pieces(share, weight, rest, arrays, step)
             self._masters.edits.updated(unit, share.part)
 
     def _by_pieces(self, share: Share, weight: Tensor, kept: Tensor | None, fields: list[Tensor], step: int) -> None:
@@ -93,8 +102,34 @@ class KernelUpdate:
             if kept is not None:
                 split(master, weight[begin:end], kept[begin:end])
 
+    def _in_format(
+        self,
+        format: str,
+        share: Share,
+        weights: tuple[Tensor, Tensor | None],
+        arrays: list[Tensor],
+        chance: tuple[int, int],
+    ) -> None:
+        """States that are kept in less than fp32; `chance`: the parameter's number, and the step."""
+        (weight, kept), number, step = weights, *chance
+        for begin in range(0, share.part.numel, KERNEL_PIECE):
+            end = min(begin + KERNEL_PIECE, share.part.numel)
+            own = codecs.pieces(format, arrays, begin, end)
+            noise = codecs.chance(share.part.begin + begin, end - begin, number, step, weight.device)
+            fields = codecs.load(format, self._rule.fields, own)
+            master = weight[begin:end] if kept is None else join(weight[begin:end], kept[begin:end])
+            self._rule.apply(master, share.piece(begin, end), fields, share.hypers, step)
+            codecs.keep(format, self._rule.fields, own, noise, fields)
+            if kept is not None:
+                split(master, weight[begin:end], kept[begin:end], noise[1] >> 24)
+
     def _arrays(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> list[Tensor]:
-        return arrays_of(self._pages.model.format, self._pages.spec(unit, page), part, memory)
+        return arrays_of(self._pages.spec(unit, page), part, memory)
+
+    def _loaded(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> list[Tensor]:
+        """The fields, fp32."""
+        _, *arrays = self._arrays(unit, page, part, memory)
+        return codecs.load(self._pages.spec(unit, page).format.name, self._rule.fields, arrays)
 
     def _cached(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> list[Tensor]:
         """As `_arrays`, of memory on the device: pages that live there are the same again and again."""
@@ -135,9 +170,8 @@ class KernelUpdate:
         span = self._units[unit].spec.params[param].owned
         out = torch.zeros(span.room, dtype=torch.float32)
         for page, part in self._parts(unit, param):
-            _, *fields = self._arrays(unit, page, part, self._pages.read(unit, page))
             at = span.locate(part.begin)
-            out[at : at + part.numel].copy_(fields[which])
+            out[at : at + part.numel].copy_(self._loaded(unit, page, part, self._pages.read(unit, page))[which])
         return out
 
     def _parts(self, unit: int, param: int) -> list[tuple[int, PartSpec]]:
@@ -149,13 +183,16 @@ class KernelUpdate:
         for i, page in enumerate(self._pages.model.units[unit].pages):
             memory = self._pages.read(unit, i)
             for part in page.parts:
-                _, *fields = self._arrays(unit, i, part, memory)
-                given = laid_out.get(part.param) or [None] * len(fields)
-                for field, value in zip(fields, given, strict=True):
-                    if value is None:
-                        field.fill_(self._rule.initial)
-                    else:
-                        field.copy_(as_flat(value)[part.begin : part.end])
+                _, *arrays = self._arrays(unit, i, part, memory)
+                given = laid_out.get(part.param) or [None] * len(self._rule.fields)
+                fields = [
+                    torch.full((part.numel,), self._rule.initial, device=memory.device)
+                    if value is None
+                    else as_flat(value)[part.begin : part.end].to(memory.device)
+                    for value in given
+                ]
+                noise = codecs.chance(part.begin, part.numel, self._first[unit] + part.param, 0, memory.device)
+                codecs.keep(page.format.name, self._rule.fields, arrays, noise, fields)
             self._pages.write(unit, i, memory)
         for param in range(len(self._units[unit].params)):
             state = values.get(param, {})

@@ -86,11 +86,11 @@ class Masters:
     def _own(self, place: Place) -> Iterator[tuple[int, Tensor]]:
         self.edits.look_at_version(place)
         self.edits.look_at_bytes(place)
-        (u, param), format = place, self._pages.model.format
+        u, param = place
         for page, part in self._parts[place]:
             weight = self._units[u].elements(param, part.begin, part.end)
             memory = self._pages.read(u, page)
-            kept = kept_of(format, part, memory).to(weight.device)
+            kept = kept_of(self._pages.spec(u, page), part, memory).to(weight.device)
             yield (
                 part.begin,
                 weight.float() if (u, param, part.begin) in self.edits.stale else masters.join(weight, kept),
@@ -109,15 +109,15 @@ class Masters:
         return gradient if self.factor is None else gradient.float() * self.factor()
 
     def write(self, place: Place, value: Tensor) -> None:
-        """Replace a parameter's masters, exactly; `value` has its shape."""
-        (u, param), format = place, self._pages.model.format
+        """Replace a parameter's masters, as exactly as they are kept; `value` has its shape."""
+        u, param = place
         spec = self._units[u].spec.params[param]
         laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32, device=self._pages.device)
         flat = as_flat(laid_out.copy_(value))
         for page, part in self._parts[place]:
             memory = self._pages.read(u, page)
             weight = self._units[u].elements(param, part.begin, part.end)
-            _split(flat[part.begin : part.end], weight, kept_of(format, part, memory))
+            _split(flat[part.begin : part.end], weight, kept_of(self._pages.spec(u, page), part, memory))
             self._pages.write(u, page, memory)
         self.edits.replaced(place)
 

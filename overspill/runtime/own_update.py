@@ -72,7 +72,7 @@ class OwnUpdate:
         return nn.Parameter(weight.as_strided(spec.shape, spec.stride) if entire else weight)
 
     def _kept(self, unit: int, page: int, part: PartSpec) -> Tensor:
-        return kept_of(self._pages.model.format, part, self._pages.make(unit, page))
+        return kept_of(self._pages.spec(unit, page), part, self._pages.make(unit, page))
 
     def _round(self, unit: int, page: int, part: PartSpec, used: nn.Parameter) -> None:
         """What the optimizer made of the masters goes back into weight and page."""

@@ -10,33 +10,32 @@ from overspill.program import Key, Kind
 from overspill.runtime.executor import Executor, Handler
 from overspill.runtime.lanes import Work
 from overspill.runtime.ring import Ring
-from overspill.specs import ModelSpec, PageSpec, PartSpec, StateFormat, align
+from overspill.specs import ModelSpec, PageSpec, PartSpec, align
 from overspill.tiers import Slot, Tier
 
 Home = tuple[Tier, Slot]
 
 
-def arrays_bytes(format: StateFormat, page: PageSpec) -> int:
+def arrays_bytes(page: PageSpec) -> int:
     """Of a page's arrays; what is behind them belongs to the user's optimizer."""
-    return align(page.elements * format.element_bytes)
+    return align(page.format.bytes_for(page.elements))
 
 
-def arrays_of(format: StateFormat, page: PageSpec, part: PartSpec, memory: Tensor) -> list[Tensor]:
-    """A part's piece of each array of its page: what is kept of the masters (if anything is), then the fields."""
-    dtypes = [format.master] if format.master is not None else []
+def arrays_of(page: PageSpec, part: PartSpec, memory: Tensor) -> list[Tensor]:
+    """A part's piece of each array of its page: what is kept of the masters (if anything is), then the fields'."""
     found, offset = [], 0
-    for dtype in [*dtypes, *(torch.float32 for _ in format.fields or ())]:
-        begin = offset + part.element * dtype.itemsize
-        found.append(memory[begin : begin + part.numel * dtype.itemsize].view(dtype))
-        offset += page.elements * dtype.itemsize
+    for dtype, shared in page.format.arrays:
+        begin = offset + part.element // shared * dtype.itemsize
+        found.append(memory[begin : begin + -(-part.numel // shared) * dtype.itemsize].view(dtype))
+        offset += page.elements // shared * dtype.itemsize
     return found
 
 
-def kept_of(format: StateFormat, part: PartSpec, memory: Tensor) -> Tensor:
+def kept_of(page: PageSpec, part: PartSpec, memory: Tensor) -> Tensor:
     """What is kept of a part's masters: the first of its page's arrays, which may be all that `memory` has."""
-    assert format.master is not None, "masters are kept"
-    item = format.master.itemsize
-    return memory[part.element * item : (part.element + part.numel) * item].view(format.master)
+    dtype = page.format.master
+    assert dtype is not None, "masters are kept"
+    return memory[part.element * dtype.itemsize : (part.element + part.numel) * dtype.itemsize].view(dtype)
 
 
 class Copies(Protocol):
@@ -59,7 +58,7 @@ class Pages:
         self.ring = Ring(model, executor.program.placements, self.device)
         for u, unit in enumerate(model.units):
             for i, page in enumerate(unit.pages):
-                nbytes = arrays_bytes(model.format, page)
+                nbytes = arrays_bytes(page)
                 if homes[u][i] is None and nbytes:
                     self._here[u, i] = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 

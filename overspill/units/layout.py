@@ -6,7 +6,7 @@ unit too. A block that is mostly frozen, as beside adapters, is two units that a
 only ever read.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -73,6 +73,14 @@ class Forms:
     """What the user's optimizer will keep for a parameter, or a piece of it of this shape; None where it does not have
     it."""
     sharding: Sharding = field(default_factory=Sharding)
+    states: str = "exact"
+    """The format of what is kept for parameters, but for those of norms and embeddings, and for some:"""
+    said: Mapping[int, str] = field(default_factory=dict)
+    """Formats of parameters (by id) whose groups say so."""
+
+    def states_of(self, p: nn.Parameter, embeddings: set[int]) -> str:
+        small = p.dim() < 2 or id(p) in embeddings
+        return self.said.get(id(p), "exact" if small else self.states)
 
     def weight_of(self, p: nn.Parameter, wide: set[int]) -> torch.dtype:
         if not p.is_floating_point() or self.weight is None:
@@ -93,8 +101,8 @@ def lay_out(model: nn.Module, forms: Forms, page_bytes: int = 64 * MiB) -> Layou
     owner = {id(p): i for i, group in enumerate(groups) for _, p in group.params}
     if not groups:
         raise ModelError("expected a model with parameters, found none; there is nothing to place")
-    wide = wide_parameters(model)
-    units = tuple(_unit_spec(group, forms, wide, page_bytes) for group in groups)
+    apart = _Apart(wide_parameters(model), _embeddings(model))
+    units = tuple(_unit_spec(group, forms, apart, page_bytes) for group in groups)
     calls = tuple(_calls(model, owner, [g.name.removesuffix(FROZEN) for g in groups]))
     buffers = sum(b.nbytes for b in model.buffers())
     spec = ModelSpec(units, _together(model, calls), buffers, forms.state, forms.sharding)
@@ -163,11 +171,25 @@ def _merge_left_over(groups: list[_Group]) -> list[_Group]:
     return merged
 
 
-def _unit_spec(group: _Group, forms: Forms, wide: set[int], page_bytes: int) -> UnitSpec:
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """Parameters (by id) that are kept in another form than the others."""
+
+    wide: set[int]
+    embeddings: set[int]
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    found = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    return {id(p) for m in found for p in m.parameters(recurse=False)}
+
+
+def _unit_spec(group: _Group, forms: Forms, apart: _Apart, page_bytes: int) -> UnitSpec:
     params, sharding = [p for _, p in group.params], forms.sharding
     parts = [local_of(p) for p in params]
     members = [
-        Member(forms.weight_of(p, wide), part.numel(), p.requires_grad) for p, part in zip(params, parts, strict=True)
+        Member(forms.weight_of(p, apart.wide), part.numel(), p.requires_grad)
+        for p, part in zip(params, parts, strict=True)
     ]
     offsets, stripes = arrange(members, sharding)
     specs = []
@@ -190,6 +212,7 @@ def _unit_spec(group: _Group, forms: Forms, wide: set[int], page_bytes: int) -> 
                 and forms.state.master is not None
                 and member.trainable
                 and forms.state_bytes(p, part.shape) is not None,
+                states=forms.states_of(p, apart.embeddings),
             )
         )
     pages = cut(specs, lambda i, shape: forms.state_bytes(params[i], shape), forms.state, page_bytes)

@@ -26,6 +26,7 @@ class _Piece:
     begin: int
     end: int
     spec: ParamSpec
+    format: StateFormat
     region_bytes: int = 0
 
     @property
@@ -46,48 +47,50 @@ def cut(
         piece
         for i, p in enumerate(params)
         if p.trainable and state_bytes(i, p.shape) is not None
-        for piece in (_pieces(i, p, format, page_bytes) if ours else _ranges(i, p, state_bytes))
+        for piece in (_pieces(i, p, format.named(p.states), page_bytes) if ours else _ranges(i, p, format, state_bytes))
     ]
+    # Those of a format together.
+    pieces.sort(key=lambda piece: piece.format.name)
     page: list[_Piece] = []
     for piece in pieces:
-        if page and _size([*page, piece], format) > page_bytes:
-            yield _page(page, format)
+        if page and (piece.format != page[0].format or _size([*page, piece]) > page_bytes):
+            yield _page(page)
             page = []
         page.append(piece)
     if page:
-        yield _page(page, format)
+        yield _page(page)
 
 
-def _ranges(index: int, p: ParamSpec, state_bytes: StateBytes) -> list[_Piece]:
+def _ranges(index: int, p: ParamSpec, format: StateFormat, state_bytes: StateBytes) -> list[_Piece]:
     """Whole parameters as they are; what is owned in ranges is a parameter of one dimension each."""
     shapes = [p.shape if span == (0, p.numel) else (span[1] - span[0],) for span in p.owned.ranges]
     return [
-        _Piece(index, begin, end, p, state_bytes(index, shape) or 0)
+        _Piece(index, begin, end, p, format, state_bytes(index, shape) or 0)
         for (begin, end), shape in zip(p.owned.ranges, shapes, strict=True)
     ]
 
 
 def _pieces(index: int, p: ParamSpec, format: StateFormat, page_bytes: int) -> list[_Piece]:
-    most = max(page_bytes // (format.element_bytes + p.grad_item) // CUT * CUT, CUT)
+    most = max(page_bytes // (format.bytes_for(CUT) + CUT * p.grad_item) * CUT, CUT)
     return [
-        _Piece(index, begin, min(begin + most, last), p)
+        _Piece(index, begin, min(begin + most, last), p, format)
         for first, last in p.owned.ranges
         for begin in range(first, max(last, first + 1), most)
     ]
 
 
-def _size(pieces: Sequence[_Piece], format: StateFormat) -> int:
+def _size(pieces: Sequence[_Piece]) -> int:
     elements = sum(piece.room for piece in pieces)
     regions = sum(piece.region_bytes for piece in pieces)
-    return align(elements * format.element_bytes) + regions + sum(piece.grad_bytes for piece in pieces)
+    return align(pieces[0].format.bytes_for(elements)) + regions + sum(piece.grad_bytes for piece in pieces)
 
 
-def _page(pieces: Sequence[_Piece], format: StateFormat) -> PageSpec:
+def _page(pieces: Sequence[_Piece]) -> PageSpec:
     elements = sum(piece.room for piece in pieces)
-    element, region, parts = 0, align(elements * format.element_bytes), []
+    element, region, parts = 0, align(pieces[0].format.bytes_for(elements)), []
     for piece in pieces:
         parts.append(PartSpec(piece.param, piece.begin, piece.end, element, region, piece.region_bytes))
         element += piece.room
         region += piece.region_bytes
     grads = sum(piece.grad_bytes for piece in pieces)
-    return PageSpec(tuple(parts), elements, region, grads)
+    return PageSpec(tuple(parts), elements, region, grads, pieces[0].format)

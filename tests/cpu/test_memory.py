@@ -84,6 +84,12 @@ def test_peak_is_within_the_plan(name: str, tmp_path: Path) -> None:
     check(measure(tmp_path, CONFIGURATIONS[name]), tmp_path)
 
 
+@pytest.mark.full
+def test_compact_states_are_within_the_plan(tmp_path: Path) -> None:
+    keywords = {"gpu": "120MiB", "host": "500MiB", "states": "compact", "precision": "bf16", "micro_batches": 2}
+    check(measure(tmp_path, keywords), tmp_path)
+
+
 @pytest.mark.parametrize("micro_batches", [2, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
