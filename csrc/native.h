@@ -6,12 +6,18 @@
 extern "C" {
 
 // Flat arrays of one length. Masters are the weights themselves (fp32), or bf16 weights and what is kept beside them.
+// Formats are those of overspill/kernels/codecs.py.
 struct overspill_elements {
     void* weight;
-    std::int16_t* kept;  // null: weights are fp32, and their own masters
+    void* kept;  // null: weights are fp32, and their own masters; else int16, or int8 where states are compact
     const void* gradient;
-    float* fields[3];  // as many as the rule keeps
+    void* fields[3];        // as many as the rule keeps: fp32, bf16 or 8 bits
+    std::uint8_t* tops[3];  // compact: the exponents of their blocks
     std::int64_t count;
+    std::int64_t first;     // where the first element is in its parameter
+    std::uint32_t key;      // for chance: of the parameter and the step
+    std::int32_t format;    // 0: exact, 1: bf16, 2: compact
+    std::int32_t narrow_kept;
     std::int32_t narrow_gradient;  // bf16, not fp32
     std::int32_t factors;          // how many of the following count
     float factor[2];               // what the gradient is multiplied with, one after the other

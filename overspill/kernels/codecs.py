@@ -43,12 +43,13 @@ _NAN = 0x7F800000
 def chance(begin: int, count: int, number: int, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Two arrays of 32 random bits for the elements from `begin` on: int64 [n]. See Note [Chance]."""
     place = torch.arange(begin, begin + count, dtype=torch.int64, device=device)
-    key = _mixed((number * 0x9E3779B1 + step * 0x85EBCA77) & _LOW32)
-    first = _mixed_((place & _LOW32) ^ key ^ _mixed_high(place))
+    first = _mixed_((place & _LOW32) ^ key_of(number, step) ^ _mixed_high(place))
     return first, _mixed_(first ^ 0x6A09E667)
 
 
-def _mixed(x: int) -> int:
+def key_of(number: int, step: int) -> int:
+    """What the random bits of a parameter begin with, in a step."""
+    x = (number * 0x9E3779B1 + step * 0x85EBCA77) & _LOW32
     x ^= x >> 16
     x = (x * 0x7FEB352D) & _LOW32
     x ^= x >> 15
@@ -57,7 +58,7 @@ def _mixed(x: int) -> int:
 
 
 def _mixed_(x: Tensor) -> Tensor:
-    """As `_mixed`, in int64 of which the low 32 bits count: products wrap around there."""
+    """As above, in int64 of which the low 32 bits count: products wrap around there."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _LOW32
     x = x ^ (x >> 15)

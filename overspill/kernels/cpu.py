@@ -17,15 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overspill.kernels.codecs import blocks_of
 from overspill.kernels.reference import Hypers, need_field
 
 log = logging.getLogger("overspill")
 
 LIBRARY = Path(__file__).with_name("liboverspill_native.so")
-VERSION = 1
+VERSION = 2
 """Of what is declared in csrc/native.h."""
 SETS = ("portable", "avx2", "avx512")
 """Instruction sets, from the one that every machine has to the widest."""
+FORMATS = {"exact": torch.float32, "bf16": torch.bfloat16, "compact": torch.uint8}
+"""What fields are kept as."""
 FORCE = "OVERSPILL_CPU"
 """The environment variable that forces one of them."""
 _F, _I = ctypes.c_float, ctypes.c_int32
@@ -37,7 +40,12 @@ class _Elements(ctypes.Structure):
         ("kept", ctypes.c_void_p),
         ("gradient", ctypes.c_void_p),
         ("fields", ctypes.c_void_p * 3),
+        ("tops", ctypes.c_void_p * 3),
         ("count", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("key", ctypes.c_uint32),
+        ("format", _I),
+        ("narrow_kept", _I),
         ("narrow_gradient", _I),
         ("factors", _I),
         ("factor", _F * 2),
@@ -63,12 +71,26 @@ class Elements:
     weight: Tensor
     """fp32; or bf16, with `kept`."""
     kept: Tensor | None
-    """int16: what is kept of the masters beside the weights."""
+    """int16, or int8 where states are compact: what is kept of the masters beside the weights."""
     gradient: Tensor
     """fp32 or bf16."""
     factors: Sequence[float]
     """What the gradient is multiplied with, one after the other; at most two."""
-    fields: Sequence[Tensor]
+    arrays: Sequence[Tensor]
+    """What is kept of the rule's fields: see kernels/codecs.py."""
+    format: str = "exact"
+    first: int = 0
+    """Where the first element is in its parameter; like `key` for chance."""
+    key: int = 0
+    """Of the parameter and the step: codecs.key_of."""
+
+    @property
+    def fields(self) -> Sequence[Tensor]:
+        return self.arrays[::2] if self.format == "compact" else self.arrays
+
+    @property
+    def tops(self) -> Sequence[Tensor]:
+        return self.arrays[1::2] if self.format == "compact" else ()
 
 
 @functools.cache
@@ -108,7 +130,7 @@ def takes(on: Elements) -> bool:
     if on.kept is None:
         own = on.weight.dtype == torch.float32
     else:
-        own = on.weight.dtype == torch.bfloat16 and on.kept.dtype == torch.int16
+        own = on.weight.dtype == torch.bfloat16 and on.kept.dtype in (torch.int16, torch.int8)
     return own and on.gradient.dtype in (torch.float32, torch.bfloat16)
 
 
@@ -152,9 +174,11 @@ class How:
 
     @staticmethod
     def best() -> "How | None":
-        """All cores that this process may use; None: there is no library."""
+        """This process's share of the cores that it may use; None: there is no library."""
         found, name = library(), chosen_set()
-        return None if found is None or name is None else How(name, found.overspill_cores())
+        if found is None or name is None:
+            return None
+        return How(name, max(1, found.overspill_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
     def run(self, rule: str, on: Elements, numbers: ctypes.Structure, maximize: bool) -> None:
         found = library()
@@ -162,13 +186,19 @@ class How:
         arrays = [on.weight, on.gradient, *on.fields, *(() if on.kept is None else (on.kept,))]
         assert takes(on), f"no kernel for {[a.dtype for a in arrays]}"
         assert all(a.is_contiguous() and a.is_cpu and a.numel() == on.weight.numel() for a in arrays), "not flat"
-        assert all(f.dtype == torch.float32 for f in on.fields) and len(on.factors) <= 2, "not what a rule keeps"
+        assert all(f.dtype == FORMATS[on.format] for f in on.fields) and len(on.factors) <= 2, "not what a rule keeps"
+        assert all(t.numel() == blocks_of(on.weight.numel()) and t.is_contiguous() for t in on.tops), "not their blocks"
         elements = _Elements(
             on.weight.data_ptr(),
             None if on.kept is None else on.kept.data_ptr(),
             on.gradient.data_ptr(),
             (ctypes.c_void_p * 3)(*(f.data_ptr() for f in on.fields)),
+            (ctypes.c_void_p * 3)(*(t.data_ptr() for t in on.tops)),
             on.weight.numel(),
+            on.first,
+            on.key,
+            [*FORMATS].index(on.format),
+            on.kept is not None and on.kept.dtype == torch.int8,
             on.gradient.dtype == torch.bfloat16,
             len(on.factors),
             (_F * 2)(*on.factors),

@@ -17,7 +17,8 @@ from torch import Tensor
 from overspill.errors import ModelError
 
 Hypers = Mapping[str, Any]
-Apply = Callable[[Tensor, Tensor, Sequence[Tensor], Hypers, int], None]
+Root = Callable[[Tensor], Tensor]
+Apply = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,8 @@ class Rule:
     counts: bool
     """Whether torch keeps a step count in its state."""
     apply: Apply
-    """(masters, gradients, fields, hyperparameters, step): all fp32 [n] and changed in place; steps count from 1."""
+    """(masters, gradients, fields, hyperparameters, step[, root]): all fp32 [n] and changed in place; steps count from
+    1. The root is torch's own, or another one."""
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
@@ -64,10 +66,16 @@ def _fused_(a: Tensor, b: Tensor, c: Tensor | float) -> Tensor:
     return a.copy_(product.add_(a))
 
 
-def _root(a: Tensor) -> Tensor:
+def torch_root(a: Tensor) -> Tensor:
     """torch's own, as its optimizers use it. On cuda it is correctly rounded; on the CPU, where torch leaves it to a
     math library, about one of 150 results is off by an ulp, and only following it keeps the bound of the note."""
     return a.sqrt()
+
+
+def ieee_root(a: Tensor) -> Tensor:
+    """Correctly rounded on every device: the root of a float, in fp64, is never so near to the middle of two floats
+    that rounding it errs."""
+    return a.double().sqrt_().float()
 
 
 def _divide_(a: Tensor, scalar: float) -> Tensor:
@@ -92,7 +100,7 @@ def need_field(field: str, fields: Sequence[Tensor], count: int) -> None:
         )
 
 
-def _adam(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int) -> None:
+def _adam(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int, root_of: Root = torch_root) -> None:
     lr, (beta1, beta2), decay = float(h["lr"]), map(float, h["betas"]), float(h["weight_decay"])
     if h["maximize"]:
         g.neg_()
@@ -107,10 +115,10 @@ def _adam(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int) 
         need_field("max_exp_avg_sq", fields, 3)
         v = torch.maximum(fields[2], v, out=fields[2])
     size, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
-    p.add_(m.mul(-size).div_(_divide_(_root(v), root).add_(float(h["eps"]))))
+    p.add_(m.mul(-size).div_(_divide_(root_of(v), root).add_(float(h["eps"]))))
 
 
-def _sgd(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int) -> None:
+def _sgd(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int, root_of: Root = torch_root) -> None:
     lr, momentum, decay = float(h["lr"]), float(h["momentum"]), float(h["weight_decay"])
     if h["maximize"]:
         g.neg_()
@@ -127,7 +135,7 @@ def _sgd(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int) -
     _fused_(p, g, -lr)
 
 
-def _adagrad(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int) -> None:
+def _adagrad(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int, root_of: Root = torch_root) -> None:
     decay, total = float(h["weight_decay"]), fields[0]
     lr = float(h["lr"]) / (1 + (step - 1) * float(h["lr_decay"]))
     if h["maximize"]:
@@ -135,4 +143,4 @@ def _adagrad(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: in
     if decay:
         _fused_(g, p, decay)
     _fused_(total, g, g)
-    p.add_(g.mul(-lr).div_(_root(total).add_(float(h["eps"]))))
+    p.add_(g.mul(-lr).div_(root_of(total).add_(float(h["eps"]))))

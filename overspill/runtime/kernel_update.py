@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from overspill.errors import ModelError
-from overspill.kernels import codecs
+from overspill.kernels import codecs, cpu
 from overspill.kernels.masters import join, split
-from overspill.kernels.reference import Rule
+from overspill.kernels.reference import Rule, ieee_root
 from overspill.runtime.collect import Collector
 from overspill.runtime.generation import as_flat
 from overspill.runtime.masters import Masters
@@ -53,6 +53,7 @@ class KernelUpdate:
     ) -> None:
         self._rule = rule
         self._fast = one_kernel(rule.name, pages.device)
+        self._native = cpu.How.best() if pages.device.type == "cpu" else None
         if self._fast is not None and any(p.format.name != "exact" for u in pages.model.units for p in u.pages):
             log.info("states that are not exact are updated piece by piece in plain torch, which is slower")
         self._collector = collector if collector is not None and collector.divided else None
@@ -114,14 +115,20 @@ class KernelUpdate:
         (weight, kept), number, step = weights, *chance
         for begin in range(0, share.part.numel, KERNEL_PIECE):
             end = min(begin + KERNEL_PIECE, share.part.numel)
-            own = codecs.pieces(format, arrays, begin, end)
-            noise = codecs.chance(share.part.begin + begin, end - begin, number, step, weight.device)
+            own, first = codecs.pieces(format, arrays, begin, end), share.part.begin + begin
+            low, rest = weight[begin:end], None if kept is None else kept[begin:end]
+            gradient, key = share.piece(begin, end), codecs.key_of(number, step)
+            on = cpu.Elements(low, rest, gradient, (), own, format, first, key)
+            if self._native is not None and cpu.takes(on):
+                cpu.RULES[self._rule.name](on, share.hypers, step, self._native)
+                continue
+            noise = codecs.chance(first, end - begin, number, step, weight.device)
             fields = codecs.load(format, self._rule.fields, own)
-            master = weight[begin:end] if kept is None else join(weight[begin:end], kept[begin:end])
-            self._rule.apply(master, share.piece(begin, end), fields, share.hypers, step)
+            master = low if rest is None else join(low, rest)
+            self._rule.apply(master, gradient, fields, share.hypers, step, ieee_root)
             codecs.keep(format, self._rule.fields, own, noise, fields)
-            if kept is not None:
-                split(master, weight[begin:end], kept[begin:end], noise[1] >> 24)
+            if rest is not None:
+                split(master, low, rest, noise[1] >> 24)
 
     def _arrays(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> list[Tensor]:
         return arrays_of(self._pages.spec(unit, page), part, memory)

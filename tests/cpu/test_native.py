@@ -2,13 +2,14 @@
 
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from overspill.kernels import cpu, masters, reference
+from overspill.kernels import codecs, cpu, masters, reference
 from overspill.kernels.cpu import Elements, How
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False}
@@ -28,16 +29,11 @@ RULES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "adagrad decay": ("adagrad", 1, ADAGRAD | {"lr_decay": 0.1, "weight_decay": 0.1, "maximize": True}),
 }
 APPLY = {"adam": reference._adam, "sgd": reference._sgd, "adagrad": reference._adagrad}
+FIELDS = {"adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), "sgd": ("momentum_buffer",), "adagrad": ("sum",)}
 KINDS = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
 FACTORS = (0.37, 1.0 / 3.0)
 NATIVE = pytest.mark.skipif(cpu.library() is None, reason="no native library: there was no compiler at install")
 pytestmark = NATIVE
-
-
-@pytest.fixture(autouse=True)
-def ieee_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU. The root of a float, in fp64, is never so near to the middle of two floats that rounding it errs."""
-    monkeypatch.setattr(reference, "_root", lambda a: a.double().sqrt().float())
 
 
 def numbers(count: int, seed: int) -> Tensor:
@@ -66,8 +62,9 @@ def elements(rule: str, count: int, kinds: tuple[torch.dtype, torch.dtype], seed
 
 def part(on: Elements, begin: int, end: int) -> Elements:
     kept = None if on.kept is None else on.kept[begin:end].clone()
-    fields = [f[begin:end].clone() for f in on.fields]
-    return Elements(on.weight[begin:end].clone(), kept, on.gradient[begin:end].clone(), on.factors, fields)
+    arrays = [a.clone() for a in codecs.pieces(on.format, on.arrays, begin, end)]
+    weight, gradient = on.weight[begin:end].clone(), on.gradient[begin:end].clone()
+    return replace(on, weight=weight, kept=kept, gradient=gradient, arrays=arrays)
 
 
 def expected(rule: str, on: Elements, step: int) -> Elements:
@@ -78,7 +75,7 @@ def expected(rule: str, on: Elements, step: int) -> Elements:
     for factor in on.factors:
         gradient.mul_(factor)
     master = found.weight if found.kept is None else masters.join(found.weight, found.kept)
-    APPLY[name](master, gradient, found.fields, hypers, step)
+    APPLY[name](master, gradient, found.fields, hypers, step, reference.ieee_root)
     if found.kept is not None:
         masters.split(master, found.weight, found.kept)
     return found
@@ -91,10 +88,16 @@ def native(rule: str, on: Elements, step: int, how: How) -> Elements:
     return found
 
 
-def differing(one: Elements, other: Elements) -> list[str]:
+def differing(one: Elements, other: Elements, rule: str = "adam") -> list[str]:
     """Arrays whose bits differ, but for those of NaN."""
     pairs = {"weight": (one.weight, other.weight)}
-    pairs |= {f"field {i}": pair for i, pair in enumerate(zip(one.fields, other.fields, strict=True))}
+    arrays = (one.tops, other.tops) if one.format == "compact" else (one.arrays, other.arrays)
+    pairs |= {f"array {i}": pair for i, pair in enumerate(zip(*arrays, strict=True))}
+    if one.format == "compact":
+        # The sign of NaN is nobody's.
+        names = FIELDS[RULES[rule][0]][: len(one.fields)]
+        loaded = (codecs.load("compact", names, found.arrays) for found in (one, other))
+        pairs |= {f"field {i}": pair for i, pair in enumerate(zip(*loaded, strict=True))}
     wrong = [name for name, (a, b) in pairs.items() if not _same(a, b)]
     if one.kept is not None and other.kept is not None and not torch.equal(one.kept, other.kept):
         wrong.append("kept")
@@ -102,7 +105,7 @@ def differing(one: Elements, other: Elements) -> list[str]:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    bits = torch.int16 if a.dtype == torch.bfloat16 else torch.int32
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.itemsize]
     return bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
 
 
@@ -113,6 +116,48 @@ def test_the_bits_of_the_reference(rule: str, kinds: tuple[torch.dtype, torch.dt
     on = elements(rule, 20011, kinds)
     for step in (1, 2, 1000):
         assert differing(native(rule, on, step, How(instructions, 1)), expected(rule, on, step)) == []
+
+
+def packed(rule: str, on: Elements, format: str, seed: int = 5) -> Elements:
+    """The same numbers in another format."""
+    names, count = FIELDS[RULES[rule][0]][: RULES[rule][1]], on.weight.numel()
+    sizes = [count] if format == "bf16" else [count, codecs.blocks_of(count)]
+    arrays = [torch.empty(n, dtype=cpu.FORMATS[format]) for _ in names for n in sizes]
+    first = (1 << 32) - 3000
+    codecs.keep(format, names, arrays, codecs.chance(first, count, seed, 0, torch.device("cpu")), on.fields)
+    kept = on.kept
+    if format == "compact" and kept is not None:
+        kept = (kept >> 8).to(torch.int8)
+    return Elements(on.weight, kept, on.gradient, on.factors, arrays, format, first, 0)
+
+
+def expected_in(rule: str, on: Elements, step: int, number: int) -> Elements:
+    """By the codecs and the reference, on copies."""
+    name, count, hypers = RULES[rule]
+    found, names = part(on, 0, on.weight.numel()), FIELDS[name][:count]
+    gradient = found.gradient.float()
+    for factor in on.factors:
+        gradient.mul_(factor)
+    fields = codecs.load(on.format, names, found.arrays)
+    master = found.weight if found.kept is None else masters.join(found.weight, found.kept)
+    APPLY[name](master, gradient, fields, hypers, step, reference.ieee_root)
+    noise = codecs.chance(on.first, on.weight.numel(), number, step, torch.device("cpu"))
+    codecs.keep(on.format, names, found.arrays, noise, fields)
+    if found.kept is not None:
+        masters.split(master, found.weight, found.kept, noise[1] >> 24)
+    return found
+
+
+@pytest.mark.parametrize("instructions", cpu.sets())
+@pytest.mark.parametrize("format", ["bf16", "compact"])
+@pytest.mark.parametrize("rule", RULES)
+def test_states_in_other_formats(rule: str, format: str, instructions: str) -> None:
+    for kinds in KINDS:
+        for count in (0, 1, 127, 128, 129, 1025, 20011):
+            on = packed(rule, elements(rule, count, kinds), format)
+            for step in (1, 7):
+                ours = native(rule, replace(on, key=codecs.key_of(3, step)), step, How(instructions, 1))
+                assert differing(ours, expected_in(rule, on, step, 3), rule) == [], (kinds, count, step)
 
 
 @pytest.mark.parametrize("instructions", cpu.sets())
@@ -152,6 +197,11 @@ def test_any_number_of_threads() -> None:
     for instructions in cpu.sets():
         for threads in (1, 2, 3, 7):
             assert differing(native("adamw", on, 3, How(instructions, threads)), known) == []
+    small = packed("adamw", on, "compact")
+    known = expected_in("adamw", small, 3, 9)
+    for threads in (1, 2, 5):
+        ours = native("adamw", replace(small, key=codecs.key_of(9, 3)), 3, How(cpu.sets()[-1], threads))
+        assert differing(ours, known, "adamw") == []
 
 
 def test_every_bf16_weight_with_its_remainders() -> None:

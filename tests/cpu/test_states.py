@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.errors import OptionError
-from overspill.kernels import codecs, masters, reference
+from overspill.kernels import codecs, cpu, masters, reference
 from tests import small
 from tests.places import PLACES, mixed_budgets, prepare_tight
 from tests.reference import Recipe, differing, train
@@ -60,6 +60,15 @@ def test_the_same_bits_wherever_they_live(optimizer: str, states: str, tmp_path:
 
 
 @pytest.mark.parametrize("states", FORMATS)
+def test_the_same_bits_without_the_native_library(states: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    losses, expected = trained(*overspill.prepare(*made(), nvme=tmp_path, place=PLACES["host"], states=states))
+    calls = []
+    monkeypatch.setattr(cpu.How, "best", staticmethod(lambda: calls.append(1)))
+    got, found = trained(*overspill.prepare(*made(), nvme=tmp_path, place=PLACES["host"], states=states))
+    assert calls and got == losses and differing(found, expected) == []
+
+
+@pytest.mark.parametrize("states", FORMATS)
 def test_fp16_too(states: str, tmp_path: Path) -> None:
     how = {"precision": "fp16", "states": states, "micro_batches": 2}
     losses, expected = trained(*overspill.prepare(*made(), nvme=tmp_path, place=PLACES["device"], **how))
@@ -88,7 +97,7 @@ def test_one_step_is_the_rule_between_loading_and_keeping(states: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         master = masters.join(low, kept)
-        reference._adam(master, gradient, [m, v], hypers, step)
+        reference._adam(master, gradient, [m, v], hypers, step, reference.ieee_root)
         noise = codecs.chance(0, 1200, 0, step, torch.device("cpu"))
         arrays = empty_arrays(states)
         codecs.keep(states, names, arrays, noise, [m, v])
