@@ -32,7 +32,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 NOISES = {"least": 0, "some": 0x5A5A5A5A, "most": 0xFFFFFFFF}
 
 
-@pytest.fixture(params=NOISES)
+@pytest.fixture(params=["some", *(pytest.param(name, marks=pytest.mark.full) for name in ("least", "most"))])
 def fixed(request: pytest.FixtureRequest) -> int:
     return NOISES[request.param]
 
