@@ -25,7 +25,7 @@ demo: $(VENV)/.stamp-demo  ## train the demo model
 
 # By file: tests of a file share what is dear, as what the plain loop makes of a model.
 test: $(VENV)/.stamp-test  ## the tests of every change, on the CPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests
 
 test-all: $(VENV)/.stamp-test  ## also the long tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu" tests

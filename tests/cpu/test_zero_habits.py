@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.errors import StateError
+from overspill.units import stripes
 from tests import ranks, small
 from tests.reference import differing, weights
 
@@ -195,8 +196,10 @@ def mixed(precision: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.full)])
-def test_units_of_several_kinds(precision: str) -> None:
+def test_units_of_several_kinds(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen and trained, 16 and 32 bits in one unit, on disk: each kind has stripes of its own."""
+    # It is changed in this process too, and must be as it was afterwards.
+    monkeypatch.setattr(stripes, "STRIPE", stripes.STRIPE)
     expected = mixed(precision)
     for found in ranks.run(mixed, 2, precision, timeout=200):
         for name, value in found.items():
