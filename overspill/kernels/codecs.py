@@ -9,8 +9,8 @@ reproduce bit for bit.
 
 Note [Small floats]: the 8 bits of a moment are a float of their own: a first moment has a sign, 3 bits of exponent and
 4 of mantissa, a second one 5 and 3. Both count exponents from the largest of their block of 128 elements, which is kept
-in a byte. So large and small values of a block are kept to the same relative precision, over a range of 2^8 and 2^32
-(2^16 of its root, which is what counts). Encoding is a shift of the fp32 bits: no division, no root, the same
+in a byte. So large and small values of a block are kept to the same relative precision, down to 2^-7 and 2^-31 of the
+largest (2^-15 of its root, which is what counts). Encoding is a shift of the fp32 bits: no division, no root, the same
 everywhere.
 
 Note [Rounding by chance]: what is cut off is made up for by adding a random number below the cut before cutting, so
@@ -171,6 +171,8 @@ def _spread(each: Tensor, count: int) -> Tensor:
 
 # --- all fields of a rule
 
+Noise = tuple[Tensor, Tensor]
+
 
 def pieces(name: str, arrays: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
     """What the arrays have for some elements, from the first of a block on."""
@@ -194,14 +196,15 @@ def load(name: str, fields: Sequence[str], arrays: Sequence[Tensor]) -> list[Ten
 
 
 def keep(
-    name: str, fields: Sequence[str], arrays: Sequence[Tensor], noise: tuple[Tensor, Tensor], values: Sequence[Tensor]
+    name: str, fields: Sequence[str], arrays: Sequence[Tensor], noise: Noise | None, values: Sequence[Tensor]
 ) -> None:
-    """Put fields back, fp32 [n]: by chance where less is kept."""
+    """Put fields back, fp32 [n]: by chance where less is kept, with random bits as `chance` gives them."""
     if name == "exact":
         for array, value in zip(arrays, values, strict=True):
             if array is not value:
                 array.copy_(value)
         return
+    assert noise is not None, "what is cut off is made up for by chance"
     # The third one, where there is one, has bits of the first's that this did not use.
     bits = (noise[0], noise[1], noise[0] >> 12)
     for i, (field, value) in enumerate(zip(fields, values, strict=True)):

@@ -5,7 +5,7 @@ import importlib.util
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,9 @@ class KernelUpdate:
     ) -> None:
         self._rule = rule
         self._fast = one_kernel(rule.name, pages.device)
-        self._native = cpu.How.best() if pages.device.type == "cpu" else None
-        if self._fast is not None and any(p.format.name != "exact" for u in pages.model.units for p in u.pages):
+        narrow = any(page.format.name != "exact" for unit in pages.model.units for page in unit.pages)
+        self._native = cpu.How.best() if narrow and pages.device.type == "cpu" else None
+        if narrow and self._fast is not None:
             log.info("states that are not exact are updated piece by piece in plain torch, which is slower")
         self._collector = collector if collector is not None and collector.divided else None
         if collector is not None:
@@ -133,10 +134,13 @@ class KernelUpdate:
     def _arrays(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> list[Tensor]:
         return arrays_of(self._pages.spec(unit, page), part, memory)
 
-    def _loaded(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> list[Tensor]:
-        """The fields, fp32."""
+    def _pieces(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> Iterator[tuple[int, int, list[Tensor]]]:
+        """(first, last + 1, arrays) of some elements of a part at a time: widening them takes memory."""
         _, *arrays = self._arrays(unit, page, part, memory)
-        return codecs.load(self._pages.spec(unit, page).format.name, self._rule.fields, arrays)
+        format = self._pages.spec(unit, page).format.name
+        for begin in range(0, part.numel, KERNEL_PIECE):
+            end = min(begin + KERNEL_PIECE, part.numel)
+            yield begin, end, codecs.pieces(format, arrays, begin, end)
 
     def _cached(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> list[Tensor]:
         """As `_arrays`, of memory on the device: pages that live there are the same again and again."""
@@ -177,8 +181,9 @@ class KernelUpdate:
         span = self._units[unit].spec.params[param].owned
         out = torch.zeros(span.room, dtype=torch.float32)
         for page, part in self._parts(unit, param):
-            at = span.locate(part.begin)
-            out[at : at + part.numel].copy_(self._loaded(unit, page, part, self._pages.read(unit, page))[which])
+            at, format = span.locate(part.begin), self._pages.spec(unit, page).format.name
+            for begin, end, arrays in self._pieces(unit, page, part, self._pages.read(unit, page)):
+                out[at + begin : at + end].copy_(codecs.load(format, self._rule.fields, arrays)[which])
         return out
 
     def _parts(self, unit: int, param: int) -> list[tuple[int, PartSpec]]:
@@ -190,16 +195,18 @@ class KernelUpdate:
         for i, page in enumerate(self._pages.model.units[unit].pages):
             memory = self._pages.read(unit, i)
             for part in page.parts:
-                _, *arrays = self._arrays(unit, i, part, memory)
                 given = laid_out.get(part.param) or [None] * len(self._rule.fields)
-                fields = [
-                    torch.full((part.numel,), self._rule.initial, device=memory.device)
-                    if value is None
-                    else as_flat(value)[part.begin : part.end].to(memory.device)
-                    for value in given
-                ]
-                noise = codecs.chance(part.begin, part.numel, self._first[unit] + part.param, 0, memory.device)
-                codecs.keep(page.format.name, self._rule.fields, arrays, noise, fields)
+                for begin, end, arrays in self._pieces(unit, i, part, memory):
+                    first, number = part.begin + begin, self._first[unit] + part.param
+                    fields = [
+                        torch.full((end - begin,), self._rule.initial, device=memory.device)
+                        if value is None
+                        else as_flat(value)[first : part.begin + end].to(memory.device)
+                        for value in given
+                    ]
+                    exact = page.format.name == "exact"
+                    noise = None if exact else codecs.chance(first, end - begin, number, 0, memory.device)
+                    codecs.keep(page.format.name, self._rule.fields, arrays, noise, fields)
             self._pages.write(unit, i, memory)
         for param in range(len(self._units[unit].params)):
             state = values.get(param, {})
