@@ -8,7 +8,7 @@ are threads (disk, other ranks), and all of them without a GPU, have the host's 
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,10 +116,15 @@ class Recorder:
 
 class OwnTime(threading.local):
     """Counts the host time that a training loop spends in this package: that of its own threads, so without what they
-    wait for. Calls inside of calls count once."""
+    sleep for. Calls inside of calls count once.
+
+    Note [Full queues]: where the GPU is far behind, putting work into its queue spins until there is room, and that
+    counts like work. Waiting for the GPU before each call (`first`) tells how much the work itself is."""
 
     total = 0.0
     """Of all threads."""
+    first: Callable[[], None] | None = None
+    """Called before a call is counted, in every thread."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -131,6 +136,8 @@ class OwnTime(threading.local):
 
     def __enter__(self) -> None:
         if self._depth == 0:
+            if OwnTime.first is not None:
+                OwnTime.first()
             self._begin = time.thread_time()
         self._depth += 1
 

@@ -91,7 +91,7 @@ def step_table(rows: Sequence[Row]) -> str:
     head = ["engine", "step s", "median", "spread", "tokens/s", "TFLOP/s", "GPU GB (alloc.)", "host GB (resident)"]
     beyond = above_compute(rows)
     head += ["B/param (- compute)" if beyond else "B/param", "set-up s", "build s"]
-    timed = any("host_seconds" in row.get("report", {}) for row in rows)
+    timed = any("own_host_seconds" in row for row in rows)
     head += ["own host ms"] if timed else []
     lines = [[*head]]
     for row in rows:
@@ -149,5 +149,5 @@ def _cells(row: Row, timed: bool, beyond: Mapping[str, float]) -> list[str]:
     rest = f" ({beyond[row['name']]:.2f})" if row["name"] in beyond else ""
     cells += [f"{row['host_bytes_per_parameter']:.2f}{rest}"]
     cells += [f"{seconds['set-up']:.1f}", f"{seconds['build']:.1f}"]
-    own = row["report"].get("host_seconds")
+    own = row.get("own_host_seconds")
     return cells + ([("-" if own is None else f"{own * 1e3:.1f}")] if timed else [])

@@ -21,7 +21,7 @@ _RESET_PEAK = "5"
 _PGRP = 2
 """Place in /proc/PID/stat, counted behind the name, which may hold spaces."""
 _GROUP_EVERY = 0.25
-_AFTERWARDS = frozenset({"trace", "profile", "end"})
+_AFTERWARDS = frozenset({"own", "trace", "profile", "end"})
 """Phases that are no training: what they take is not counted."""
 
 

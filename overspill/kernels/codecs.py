@@ -40,10 +40,11 @@ _NAN = 0x7F800000
 """fp32 bits above this, but for the sign, are no number."""
 
 
-def chance(begin: int, count: int, number: int, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Two arrays of 32 random bits for the elements from `begin` on: int64 [n]. See Note [Chance]."""
+def chance(begin: int, count: int, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two arrays of 32 random bits for the elements from `begin` on: int64 [n]. `key`: of `key_of`. See Note
+    [Chance]."""
     place = torch.arange(begin, begin + count, dtype=torch.int64, device=device)
-    first = _mixed_((place & _LOW32) ^ key_of(number, step) ^ _mixed_high(place))
+    first = _mixed_((place & _LOW32) ^ key ^ _mixed_high(place))
     return first, _mixed_(first ^ 0x6A09E667)
 
 
@@ -176,10 +177,15 @@ Noise = tuple[Tensor, Tensor]
 
 def pieces(name: str, arrays: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
     """What the arrays have for some elements, from the first of a block on."""
-    found = [array[begin:end] for array in arrays]
-    if name == "compact":
-        found[1::2] = [array[begin // BLOCK : blocks_of(end)] for array in arrays[1::2]]
-    return found
+    if name != "compact":
+        return [cut(array, begin, end) for array in arrays]
+    blocks = begin // BLOCK, blocks_of(end)
+    return [cut(array, *(blocks if i % 2 else (begin, end))) for i, array in enumerate(arrays)]
+
+
+def cut(array: Tensor, begin: int, end: int) -> Tensor:
+    """A piece of it; itself where that is all: views take time."""
+    return array if end - begin == array.numel() else array[begin:end]
 
 
 def load(name: str, fields: Sequence[str], arrays: Sequence[Tensor]) -> list[Tensor]:

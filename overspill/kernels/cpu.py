@@ -9,15 +9,14 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from overspill.kernels.codecs import blocks_of
+from overspill.kernels.elements import Elements
 from overspill.kernels.reference import Hypers, need_field
 
 log = logging.getLogger("overspill")
@@ -62,35 +61,6 @@ def _structure(floats: str, flags: str) -> type[ctypes.Structure]:
 _ADAM = _structure("shrink decay lerp less beta2 rest2 size root eps", "decay_kind near amsgrad")
 _SGD = _structure("decay momentum fresh less_lr", "decays has_momentum begin nesterov")
 _ADAGRAD = _structure("decay less_lr eps", "decays")
-
-
-@dataclass(frozen=True, slots=True)
-class Elements:
-    """What an update works on: flat and contiguous, all of the same length, in host memory."""
-
-    weight: Tensor
-    """fp32; or bf16, with `kept`."""
-    kept: Tensor | None
-    """int16, or int8 where states are compact: what is kept of the masters beside the weights."""
-    gradient: Tensor
-    """fp32 or bf16."""
-    factors: Sequence[float]
-    """What the gradient is multiplied with, one after the other; at most two."""
-    arrays: Sequence[Tensor]
-    """What is kept of the rule's fields: see kernels/codecs.py."""
-    format: str = "exact"
-    first: int = 0
-    """Where the first element is in its parameter; like `key` for chance."""
-    key: int = 0
-    """Of the parameter and the step: codecs.key_of."""
-
-    @property
-    def fields(self) -> Sequence[Tensor]:
-        return self.arrays[::2] if self.format == "compact" else self.arrays
-
-    @property
-    def tops(self) -> Sequence[Tensor]:
-        return self.arrays[1::2] if self.format == "compact" else ()
 
 
 @functools.cache
@@ -201,7 +171,7 @@ class How:
             on.kept is not None and on.kept.dtype == torch.int8,
             on.gradient.dtype == torch.bfloat16,
             len(on.factors),
-            (_F * 2)(*on.factors),
+            (_F * 2)(*map(float, on.factors)),
             maximize,
         )
         call: Any = getattr(found, f"overspill_run_{rule}")

@@ -7,40 +7,34 @@ is multiplied with (an undone loss scale, a clip factor) is read from device mem
 Imported only where there is a GPU.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from overspill.kernels.elements import Elements
+from overspill.kernels.gpu_states import (
+    FORMATS,
+    LOW,
+    OWN,
+    SHORT,
+    WHOLE,
+    chance,
+    load_master,
+    load_state,
+    store_master,
+    store_state,
+)
 from overspill.kernels.reference import Hypers, need_field
 
 BLOCK = 1024
-OWN, LOW, WHOLE = 0, 1, 2
-"""How a weight's master is kept: it is its own; bf16 and what is kept of the lower bits; fp16 beside the whole."""
-
-
-@dataclass(frozen=True, slots=True)
-class Elements:
-    """What an update works on: flat, all of the same length."""
-
-    weight: Tensor
-    kept: Tensor | None
-    """Of the master, beside a 16-bit weight."""
-    gradient: Tensor
-    """As it is kept: fp32, or of 16 bits."""
-    factors: Sequence[Tensor]
-    """fp32 [1] on the device: what the gradient is multiplied with, one after the other; at most two."""
-    fields: Sequence[Tensor]
 
 
 @triton.jit
 def _fused(a, b, c):  # type: ignore[no-untyped-def]
     """a + b * c, rounded once."""
-    return (b.to(tl.float64) * c.to(tl.float64) + a.to(tl.float64)).to(tl.float32)
+    return (tl.cast(b, tl.float64) * tl.cast(c, tl.float64) + tl.cast(a, tl.float64)).to(tl.float32)
 
 
 @triton.jit
@@ -64,106 +58,83 @@ def _gradient(gradient, first, second, at, inside, FACTORS: tl.constexpr, MAXIMI
     return g
 
 
-@triton.jit
-def _master(weight, kept, at, inside, MASTER: tl.constexpr):  # type: ignore[no-untyped-def]
-    if MASTER == 0:
-        return tl.load(weight + at, inside, other=0.0)
-    elif MASTER == 1:
-        upper = tl.load(weight + at, inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
-        lower = tl.load(kept + at, inside, other=0).to(tl.int32)
-        return ((upper << 16) + lower).to(tl.float32, bitcast=True)
-    else:
-        return tl.load(kept + at, inside, other=0.0)
-
-
-@triton.jit
-def _keep(weight, kept, p, at, inside, MASTER: tl.constexpr):  # type: ignore[no-untyped-def]
-    if MASTER == 0:
-        tl.store(weight + at, p, inside)
-    elif MASTER == 1:
-        bits = p.to(tl.int32, bitcast=True)
-        upper = (bits + 0x8000) >> 16
-        rest = bits - (upper << 16)
-        nan = p != p
-        upper = tl.where(nan, (bits >> 16) | 0x40, upper)
-        rest = tl.where(nan, 0, rest)
-        tl.store(weight + at, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
-        tl.store(kept + at, rest.to(tl.int16), inside)
-    else:
-        tl.store(weight + at, p.to(tl.float16), inside)
-        tl.store(kept + at, p, inside)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["place", "key"])
 def _adam(  # type: ignore[no-untyped-def]
-    weight, kept, gradient, first, second, m_, v_, most_, count,
+    weight, kept, gradient, first, second, m_, v_, most_, m_top, v_top, most_top, count, place, key,
     shrink, decay, lerp, less, beta2, rest2, size, root, eps,
-    MASTER: tl.constexpr, FACTORS: tl.constexpr, MAXIMIZE: tl.constexpr, DECAY: tl.constexpr,
+    MASTER: tl.constexpr, FORMAT: tl.constexpr, FACTORS: tl.constexpr, MAXIMIZE: tl.constexpr, DECAY: tl.constexpr,
     NEAR: tl.constexpr, AMSGRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     g = _gradient(gradient, first, second, at, inside, FACTORS, MAXIMIZE)
-    p = _master(weight, kept, at, inside, MASTER)
-    m = tl.load(m_ + at, inside, other=0.0)
-    v = tl.load(v_ + at, inside, other=0.0)
+    p = load_master(weight, kept, at, inside, MASTER)
+    one, two = chance(place, key, at)
+    m = load_state(m_, m_top, at, inside, FORMAT, True)
+    v = load_state(v_, v_top, at, inside, FORMAT, False)
     if DECAY == 1:
         p = p * shrink
     if DECAY == 2:
         g = _fused(g, p, decay)
     m = _toward(m, g, lerp, less, NEAR)
     v = _fused(v * beta2, g * rest2, g)
-    tl.store(m_ + at, m, inside)
-    tl.store(v_ + at, v, inside)
+    store_state(m_, m_top, m, one, at, inside, count, FORMAT, True, BLOCK)
+    store_state(v_, v_top, v, two, at, inside, count, FORMAT, False, BLOCK)
     if AMSGRAD:
-        v = tl.maximum(tl.load(most_ + at, inside, other=0.0), v, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(most_ + at, v, inside)
+        v = tl.maximum(load_state(most_, most_top, at, inside, FORMAT, False), v, propagate_nan=tl.PropagateNan.ALL)
+        if FORMAT == 1:
+            store_state(most_, most_top, v, one >> 16, at, inside, count, FORMAT, False, BLOCK)
+        else:
+            store_state(most_, most_top, v, one >> 12, at, inside, count, FORMAT, False, BLOCK)
     below = tl.div_rn(tl.sqrt_rn(v), root) + eps
     p = p + tl.div_rn(m * size, below)
-    _keep(weight, kept, p, at, inside, MASTER)
+    store_master(weight, kept, p, two, at, inside, MASTER)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["place", "key"])
 def _sgd(  # type: ignore[no-untyped-def]
-    weight, kept, gradient, first, second, buffer, count, decay, momentum, fresh, less_lr,
-    MASTER: tl.constexpr, FACTORS: tl.constexpr, MAXIMIZE: tl.constexpr, DECAY: tl.constexpr,
+    weight, kept, gradient, first, second, buffer, top, count, place, key, decay, momentum, fresh, less_lr,
+    MASTER: tl.constexpr, FORMAT: tl.constexpr, FACTORS: tl.constexpr, MAXIMIZE: tl.constexpr, DECAY: tl.constexpr,
     MOMENTUM: tl.constexpr, BEGIN: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     g = _gradient(gradient, first, second, at, inside, FACTORS, MAXIMIZE)
-    p = _master(weight, kept, at, inside, MASTER)
+    p = load_master(weight, kept, at, inside, MASTER)
     if DECAY:
         g = _fused(g, p, decay)
+    one, two = chance(place, key, at)
     if MOMENTUM:
         if BEGIN:
             b = g
         else:
-            b = _fused(tl.load(buffer + at, inside, other=0.0) * momentum, g, fresh)
-        tl.store(buffer + at, b, inside)
+            b = _fused(load_state(buffer, top, at, inside, FORMAT, True) * momentum, g, fresh)
+        store_state(buffer, top, b, one, at, inside, count, FORMAT, True, BLOCK)
         if NESTEROV:
             g = _fused(g, b, momentum)
         else:
             g = b
     p = _fused(p, g, less_lr)
-    _keep(weight, kept, p, at, inside, MASTER)
+    store_master(weight, kept, p, two, at, inside, MASTER)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["place", "key"])
 def _adagrad(  # type: ignore[no-untyped-def]
-    weight, kept, gradient, first, second, total_, count, decay, less_lr, eps,
-    MASTER: tl.constexpr, FACTORS: tl.constexpr, MAXIMIZE: tl.constexpr, DECAY: tl.constexpr, BLOCK: tl.constexpr,
+    weight, kept, gradient, first, second, total_, top, count, place, key, decay, less_lr, eps,
+    MASTER: tl.constexpr, FORMAT: tl.constexpr, FACTORS: tl.constexpr, MAXIMIZE: tl.constexpr, DECAY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     g = _gradient(gradient, first, second, at, inside, FACTORS, MAXIMIZE)
-    p = _master(weight, kept, at, inside, MASTER)
+    p = load_master(weight, kept, at, inside, MASTER)
     if DECAY:
         g = _fused(g, p, decay)
-    total = _fused(tl.load(total_ + at, inside, other=0.0), g, g)
-    tl.store(total_ + at, total, inside)
+    one, two = chance(place, key, at)
+    total = _fused(load_state(total_, top, at, inside, FORMAT, False), g, g)
+    store_state(total_, top, total, one, at, inside, count, FORMAT, False, BLOCK)
     p = p + tl.div_rn(g * less_lr, tl.sqrt_rn(total) + eps)
-    _keep(weight, kept, p, at, inside, MASTER)
+    store_master(weight, kept, p, two, at, inside, MASTER)
 
 
 def adam(on: Elements, h: Hypers, step: int) -> None:
@@ -171,12 +142,10 @@ def adam(on: Elements, h: Hypers, step: int) -> None:
     lr, (beta1, beta2), decay = float(h["lr"]), map(float, h["betas"]), float(h["weight_decay"])
     if h["amsgrad"]:
         need_field("max_exp_avg_sq", on.fields, 3)
-    m, v = on.fields[:2]
     size, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
     scalars = (1 - lr * decay, decay, 1 - beta1, (1 - beta1) - 1, beta2, 1 - beta2, -size, root, float(h["eps"]))
     kind = 0 if not decay else 1 if h.get("decoupled_weight_decay") else 2
-    most = on.fields[2] if h["amsgrad"] else v
-    _launch(_adam, on, h, (m, v, most), scalars, DECAY=kind, NEAR=1 - beta1 < 0.5, AMSGRAD=bool(h["amsgrad"]))
+    _launch(_adam, on, h, 3, scalars, DECAY=kind, NEAR=1 - beta1 < 0.5, AMSGRAD=bool(h["amsgrad"]))
 
 
 def sgd(on: Elements, h: Hypers, step: int) -> None:
@@ -184,39 +153,42 @@ def sgd(on: Elements, h: Hypers, step: int) -> None:
     lr, momentum, decay = float(h["lr"]), float(h["momentum"]), float(h["weight_decay"])
     if momentum:
         need_field("momentum_buffer", on.fields, 1)
-    buffer = on.fields[0] if on.fields else on.weight
     scalars = (decay, momentum, 1 - float(h["dampening"]), -lr)
     flags = {"MOMENTUM": bool(momentum), "BEGIN": step == 1, "NESTEROV": bool(h["nesterov"])}
-    _launch(_sgd, on, h, (buffer,), scalars, DECAY=bool(decay), **flags)
+    _launch(_sgd, on, h, 1, scalars, DECAY=bool(decay), **flags)
 
 
 def adagrad(on: Elements, h: Hypers, step: int) -> None:
     """As reference._adagrad."""
     decay, lr = float(h["weight_decay"]), float(h["lr"]) / (1 + (step - 1) * float(h["lr_decay"]))
-    _launch(_adagrad, on, h, (on.fields[0],), (decay, -lr, float(h["eps"])), DECAY=bool(decay))
+    _launch(_adagrad, on, h, 1, (decay, -lr, float(h["eps"])), DECAY=bool(decay))
 
 
 RULES = {"adam": adam, "sgd": sgd, "adagrad": adagrad}
 
 
-def _launch(
-    kernel: Any, on: Elements, h: Hypers, fields: tuple[Tensor, ...], scalars: tuple[float, ...], **flags: Any
-) -> None:
-    count, kept = on.weight.numel(), on.kept
+def _launch(kernel: Any, on: Elements, h: Hypers, fields: int, scalars: tuple[float, ...], **flags: Any) -> None:
+    """`fields`: how many the kernel has room for; what it does not touch is anything."""
+    count, kept, nothing = on.weight.numel(), on.kept, (on.weight,) * 3
     if not count:
         return
-    master = OWN if kept is None else LOW if kept.dtype == torch.int16 else WHOLE
-    first, second = (*on.factors, on.weight, on.weight)[:2]
+    kinds = {torch.int16: LOW, torch.int8: SHORT}
+    first, second = (*on.factors, *nothing)[:2]
     kernel[(triton.cdiv(count, BLOCK),)](
         on.weight,
         on.weight if kept is None else kept,
         on.gradient,
         first,
         second,
-        *fields,
+        *(*on.fields, *nothing)[:fields],
+        *(*on.tops, *nothing)[:fields],
         count,
+        on.first,
+        # As a signed number, so that it is always of 32 bits.
+        on.key - (on.key >> 31 << 32),
         *scalars,
-        MASTER=master,
+        MASTER=OWN if kept is None else kinds.get(kept.dtype, WHOLE),
+        FORMAT=FORMATS.index(on.format),
         FACTORS=len(on.factors),
         MAXIMIZE=bool(h["maximize"]),
         **flags,

@@ -1,48 +1,28 @@
-"""Updates by our own rules, on pieces of flat memory: by kernels/reference.py, or by the same in one kernel."""
+"""Updates by our own rules, on pieces of flat memory, by whoever is fastest: kernels/executors.py."""
 
-import functools
-import importlib.util
 import itertools
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from overspill.errors import ModelError
-from overspill.kernels import codecs, cpu
-from overspill.kernels.masters import join, split
-from overspill.kernels.reference import Rule, ieee_root
+from overspill.kernels import codecs
+from overspill.kernels.elements import Elements
+from overspill.kernels.executors import Executor, executor_for
+from overspill.kernels.reference import Rule
 from overspill.runtime.collect import Collector
 from overspill.runtime.generation import as_flat
 from overspill.runtime.masters import Masters
 from overspill.runtime.pages import Pages, arrays_of
 from overspill.runtime.ranks import Meeting
-from overspill.runtime.updates import AsKept, Share
+from overspill.runtime.updates import Share
 from overspill.specs import KERNEL_PIECE, PartSpec
 from overspill.units.unit import Unit
 
-log = logging.getLogger("overspill")
-
-
 VIEWS = "_overspill_views"
-Fast = Callable[[Tensor, Tensor | None, AsKept, Sequence[Tensor]], Callable[[Mapping[str, Any], int], None]]
-"""(weights, what is kept of their masters, gradient, fields) -> what updates them with hyperparameters and a step."""
-
-
-def one_kernel(name: str, device: torch.device) -> Fast | None:
-    """The rule in one kernel, where there are such kernels; it gives the same bits."""
-    if device.type != "cuda":
-        return None
-    if importlib.util.find_spec("triton") is None:
-        log.warning("updates run piece by piece in plain torch, which is slower: there is no triton; install it")
-        return None
-    from overspill.kernels import gpu
-
-    rule = gpu.RULES[name]
-    return lambda weight, kept, gradient, fields: functools.partial(rule, gpu.Elements(weight, kept, *gradient, fields))
 
 
 class KernelUpdate:
@@ -52,11 +32,8 @@ class KernelUpdate:
         self, rule: Rule, units: Sequence[Unit], pages: Pages, masters: Masters, collector: Collector | None
     ) -> None:
         self._rule = rule
-        self._fast = one_kernel(rule.name, pages.device)
-        narrow = any(page.format.name != "exact" for unit in pages.model.units for page in unit.pages)
-        self._native = cpu.How.best() if narrow and pages.device.type == "cpu" else None
-        if narrow and self._fast is not None:
-            log.info("states that are not exact are updated piece by piece in plain torch, which is slower")
+        formats = {page.format.name for unit in pages.model.units for page in unit.pages}
+        self._executors = {format: executor_for(rule, pages.device, format) for format in sorted(formats)}
         self._collector = collector if collector is not None and collector.divided else None
         if collector is not None:
             collector.gives[Meeting.STATE] = self._share
@@ -75,61 +52,29 @@ class KernelUpdate:
 
     def run(self, unit: int, page: int, shares: Sequence[Share]) -> None:
         memory = self._pages.make(unit, page)
+        format = self._pages.spec(unit, page).format.name
+        executor = self._executors[format]
         for share in shares:
-            kept, *arrays = self._cached(unit, page, share.part, memory)
-            self._masters.current(unit, page, share.part, kept)
-            weight = self._units[unit].elements(share.due.param, share.part.begin, share.part.end)
-            step = self._steps[unit, share.due.param]
-            rest = kept if (unit, share.due.param) in self._masters else None
-            format = self._pages.spec(unit, page).format.name
-            as_kept = share.as_kept() if self._fast is not None else None
-            if format != "exact":
-                self._in_format(format, share, (weight, rest), arrays, (self._first[unit] + share.due.param, step))
-            elif self._fast is not None and as_kept is not None:
-                self._fast(weight, rest, as_kept, arrays)(share.hypers, step)
-            else:
-                self._by_pieces(share, weight, rest, arrays, step)
-            self._masters.edits.updated(unit, share.part)
-
-    def _by_pieces(self, share: Share, weight: Tensor, kept: Tensor | None, fields: list[Tensor], step: int) -> None:
-        for begin in range(0, share.part.numel, KERNEL_PIECE):
-            end = min(begin + KERNEL_PIECE, share.part.numel)
-            gradient, own = share.piece(begin, end), [f[begin:end] for f in fields]
-            if self._fast is not None:
-                rest = None if kept is None else kept[begin:end]
-                self._fast(weight[begin:end], rest, (gradient, ()), own)(share.hypers, step)
-                continue
-            master = weight[begin:end] if kept is None else join(weight[begin:end], kept[begin:end])
-            self._rule.apply(master, gradient, own, share.hypers, step)
-            if kept is not None:
-                split(master, weight[begin:end], kept[begin:end])
-
-    def _in_format(
-        self,
-        format: str,
-        share: Share,
-        weights: tuple[Tensor, Tensor | None],
-        arrays: list[Tensor],
-        chance: tuple[int, int],
-    ) -> None:
-        """States that are kept in less than fp32; `chance`: the parameter's number, and the step."""
-        (weight, kept), number, step = weights, *chance
-        for begin in range(0, share.part.numel, KERNEL_PIECE):
-            end = min(begin + KERNEL_PIECE, share.part.numel)
-            own, first = codecs.pieces(format, arrays, begin, end), share.part.begin + begin
-            low, rest = weight[begin:end], None if kept is None else kept[begin:end]
-            gradient, key = share.piece(begin, end), codecs.key_of(number, step)
-            on = cpu.Elements(low, rest, gradient, (), own, format, first, key)
-            if self._native is not None and cpu.takes(on):
-                cpu.RULES[self._rule.name](on, share.hypers, step, self._native)
-                continue
-            noise = codecs.chance(first, end - begin, number, step, weight.device)
-            fields = codecs.load(format, self._rule.fields, own)
-            master = low if rest is None else join(low, rest)
-            self._rule.apply(master, gradient, fields, share.hypers, step, ieee_root)
-            codecs.keep(format, self._rule.fields, own, noise, fields)
-            if rest is not None:
-                split(master, low, rest, noise[1] >> 24)
+            param, part = share.due.param, share.part
+            kept, *arrays = self._cached(unit, page, part, memory)
+            self._masters.current(unit, page, part, kept)
+            rest = kept if (unit, param) in self._masters else None
+            step = self._steps[unit, param]
+            key = codecs.key_of(self._first[unit] + param, step)
+            weight = self._units[unit].elements(param, part.begin, part.end)
+            for begin, end, gradient, factors in _gradients(share, executor):
+                on = Elements(
+                    codecs.cut(weight, begin, end),
+                    None if rest is None else codecs.cut(rest, begin, end),
+                    gradient,
+                    factors,
+                    codecs.pieces(format, arrays, begin, end),
+                    format,
+                    part.begin + begin,
+                    key,
+                )
+                executor.run(on, share.hypers, step)
+            self._masters.edits.updated(unit, part)
 
     def _arrays(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> list[Tensor]:
         return arrays_of(self._pages.spec(unit, page), part, memory)
@@ -205,7 +150,9 @@ class KernelUpdate:
                         for value in given
                     ]
                     exact = page.format.name == "exact"
-                    noise = None if exact else codecs.chance(first, end - begin, number, 0, memory.device)
+                    noise = (
+                        None if exact else codecs.chance(first, end - begin, codecs.key_of(number, 0), memory.device)
+                    )
                     codecs.keep(page.format.name, self._rule.fields, arrays, noise, fields)
             self._pages.write(unit, i, memory)
         for param in range(len(self._units[unit].params)):
@@ -242,3 +189,14 @@ class KernelUpdate:
             laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32)
             found.append(None if value is None or value.is_meta else laid_out.copy_(value))
         return found
+
+
+def _gradients(share: Share, executor: Executor) -> Iterator[tuple[int, int, Tensor, Sequence[Tensor]]]:
+    """(first, last + 1, gradient, factors) of as many elements at a time as the executor takes."""
+    count, as_kept = share.part.numel, share.as_kept() if executor.fused else None
+    if as_kept is not None:
+        yield 0, count, *as_kept
+        return
+    for begin in range(0, count, KERNEL_PIECE):
+        end = min(begin + KERNEL_PIECE, count)
+        yield begin, end, share.piece(begin, end), ()

@@ -100,6 +100,8 @@ def test_a_step_of_ours_is_looked_at(compared: tuple[str, Path]) -> None:
     _, folder = compared
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert json.loads((folder / "profile.json").read_text())["traceEvents"]
+    (ours,) = (row for row in body_of(folder)["engines"] if row["name"] == "spilled")
+    assert 0 < ours["own_host_seconds"] < ours["seconds"]["steps"]
 
 
 def test_a_peer_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ def floats(bits: Tensor) -> Tensor:
 
 
 def noise(count: int, seed: int = 0) -> Tensor:
-    return codecs.chance(0, count, seed, 1, CPU)[0]
+    return codecs.chance(0, count, codecs.key_of(seed, 1), CPU)[0]
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -41,14 +41,14 @@ def fixed(request: pytest.FixtureRequest) -> int:
 
 
 def test_chance_depends_on_the_place_alone() -> None:
-    whole = codecs.chance(0, 5000, 7, 3, CPU)
+    whole = codecs.chance(0, 5000, codecs.key_of(7, 3), CPU)
     for begin, count in ((0, 1), (1234, 77), (4999, 1)):
-        for all_, part in zip(whole, codecs.chance(begin, count, 7, 3, CPU), strict=True):
+        for all_, part in zip(whole, codecs.chance(begin, count, codecs.key_of(7, 3), CPU), strict=True):
             assert torch.equal(all_[begin : begin + count], part)
     others = [
-        codecs.chance(0, 5000, 8, 3, CPU),
-        codecs.chance(0, 5000, 7, 4, CPU),
-        codecs.chance(1 << 32, 5000, 7, 3, CPU),
+        codecs.chance(0, 5000, codecs.key_of(8, 3), CPU),
+        codecs.chance(0, 5000, codecs.key_of(7, 4), CPU),
+        codecs.chance(1 << 32, 5000, codecs.key_of(7, 3), CPU),
     ]
     for other in (*others, (whole[1], whole[0])):
         assert (other[0] == whole[0]).sum() < 5
@@ -60,7 +60,7 @@ def test_chance_is_even_and_independent() -> None:
     count = 1 << 17
     bits = []
     for step in (1, 2):
-        for found in codecs.chance(0, count, 0, step, CPU):
+        for found in codecs.chance(0, count, codecs.key_of(0, step), CPU):
             assert int(found.min()) >= 0 and int(found.max()) < 1 << 32
             bits += [(found >> i) & 1 for i in range(32)]
     bits += [b.roll(1) for b in bits[:64]]
@@ -172,7 +172,7 @@ def test_on_average_nothing_is_lost(scale: float) -> None:
     means = {"first": torch.zeros(BLOCK, dtype=torch.float64), "bf16": torch.zeros(BLOCK, dtype=torch.float64)}
     means |= {"second": torch.zeros(BLOCK, dtype=torch.float64), "master": torch.zeros(BLOCK, dtype=torch.float64)}
     for step in range(steps):
-        one, two = codecs.chance(0, BLOCK, 0, step, CPU)
+        one, two = codecs.chance(0, BLOCK, codecs.key_of(0, step), CPU)
         means["first"] += codecs.decode_first(*codecs.encode_first(x, one))
         means["second"] += codecs.decode_second(*codecs.encode_second(x, two))
         means["bf16"] += codecs.to_bf16(x, one)

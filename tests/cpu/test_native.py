@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from overspill.kernels import codecs, cpu, masters, reference
-from overspill.kernels.cpu import Elements, How
+from overspill.kernels.cpu import How
+from overspill.kernels.elements import Elements
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False}
 SGD = {"lr": 1e-2, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
@@ -37,7 +38,7 @@ def _full(value: Any) -> Any:
     return pytest.param(value, marks=pytest.mark.full)
 
 
-FACTORS = (0.37, 1.0 / 3.0)
+FACTORS = (torch.tensor([0.37]), torch.tensor([1.0 / 3.0]))
 NATIVE = pytest.mark.skipif(cpu.library() is None, reason="no native library: there was no compiler at install")
 pytestmark = NATIVE
 
@@ -130,7 +131,8 @@ def packed(rule: str, on: Elements, format: str, seed: int = 5) -> Elements:
     sizes = [count] if format == "bf16" else [count, codecs.blocks_of(count)]
     arrays = [torch.empty(n, dtype=cpu.FORMATS[format]) for _ in names for n in sizes]
     first = (1 << 32) - 3000
-    codecs.keep(format, names, arrays, codecs.chance(first, count, seed, 0, torch.device("cpu")), on.fields)
+    noise = codecs.chance(first, count, codecs.key_of(seed, 0), torch.device("cpu"))
+    codecs.keep(format, names, arrays, noise, on.fields)
     kept = on.kept
     if format == "compact" and kept is not None:
         kept = (kept >> 8).to(torch.int8)
@@ -147,7 +149,7 @@ def expected_in(rule: str, on: Elements, step: int, number: int) -> Elements:
     fields = codecs.load(on.format, names, found.arrays)
     master = found.weight if found.kept is None else masters.join(found.weight, found.kept)
     APPLY[name](master, gradient, fields, hypers, step, reference.ieee_root)
-    noise = codecs.chance(on.first, on.weight.numel(), number, step, torch.device("cpu"))
+    noise = codecs.chance(on.first, on.weight.numel(), codecs.key_of(number, step), torch.device("cpu"))
     codecs.keep(on.format, names, found.arrays, noise, fields)
     if found.kept is not None:
         masters.split(master, found.weight, found.kept, noise[1] >> 24)

@@ -102,7 +102,7 @@ def test_one_step_is_the_rule_between_loading_and_keeping(states: str) -> None:
         optimizer.zero_grad()
         master = masters.join(low, kept)
         reference._adam(master, gradient, [m, v], hypers, step, reference.ieee_root)
-        noise = codecs.chance(0, 1200, 0, step, torch.device("cpu"))
+        noise = codecs.chance(0, 1200, codecs.key_of(0, step), torch.device("cpu"))
         arrays = empty_arrays(states)
         codecs.keep(states, names, arrays, noise, [m, v])
         m, v = codecs.load(states, names, arrays)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.kernels import masters
+from overspill.kernels.elements import Elements
 from overspill.kernels.reference import rule_of
 from tests.cpu.test_kernels import ADAM, SGD
 from tests.reference import same_bits
@@ -57,7 +58,7 @@ def test_the_bits_of_the_reference(dtype: torch.dtype, factors: int) -> None:
             rule.apply(master, wide, fields, hypers, step)
             if kept is not None:
                 masters.split(master, weight, kept)
-            gpu.RULES[rule.name](gpu.Elements(ours, own_kept, gradient, by, own_fields), hypers, step)
+            gpu.RULES[rule.name](Elements(ours, own_kept, gradient, by, own_fields), hypers, step)
             told = f"{kind.__name__} {settings} step {step}"
             assert same(ours, weight), f"{told}: weights: {difference(ours, weight, gradient)}"
             assert kept is None or own_kept is None or same(own_kept, kept), f"{told}: masters"

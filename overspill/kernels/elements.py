@@ -1,0 +1,36 @@
+"""What an update works on, whoever carries it out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Flat and contiguous arrays of one device, all of the same length."""
+
+    weight: Tensor
+    """fp32; or of 16 bits, with `kept`."""
+    kept: Tensor | None
+    """What is kept of the masters beside the weights: see masters.py."""
+    gradient: Tensor
+    """fp32, or of 16 bits."""
+    factors: Sequence[Tensor]
+    """fp32 [1] of the same device: what the gradient is multiplied with, one after the other; at most two."""
+    arrays: Sequence[Tensor]
+    """What is kept of the rule's fields: see codecs.py."""
+    format: str = "exact"
+    first: int = 0
+    """Where the first element is in its parameter; like `key` for chance."""
+    key: int = 0
+    """Of the parameter and the step: codecs.key_of."""
+
+    @property
+    def fields(self) -> Sequence[Tensor]:
+        return self.arrays[::2] if self.format == "compact" else self.arrays
+
+    @property
+    def tops(self) -> Sequence[Tensor]:
+        """The exponents of blocks, where there are any."""
+        return self.arrays[1::2] if self.format == "compact" else ()

@@ -1,0 +1,98 @@
+"""The rules in one kernel give the bits of the reference with an IEEE root on the CPU, in every format of states."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import overspill
+from overspill.kernels import codecs
+from overspill.kernels.elements import Elements
+from tests import small
+from tests.cpu.test_native import KINDS, RULES, _same, elements, expected, expected_in, packed, part
+from tests.cpu.test_native import differing as unlike
+from tests.places import PLACES, prepare_tight
+from tests.reference import Recipe, differing, train, weights
+
+pytestmark = pytest.mark.gpu
+NUMBER = 3
+"""Of the parameter, for chance."""
+
+
+def moved(on: Elements, device: str) -> Elements:
+    return replace(
+        on,
+        weight=on.weight.to(device),
+        kept=None if on.kept is None else on.kept.to(device),
+        gradient=on.gradient.to(device),
+        factors=[f.to(device) for f in on.factors],
+        arrays=[a.to(device) for a in on.arrays],
+    )
+
+
+def on_gpu(rule: str, on: Elements, step: int) -> Elements:
+    from overspill.kernels import gpu
+
+    name, _, hypers = RULES[rule]
+    found = moved(replace(on, key=codecs.key_of(NUMBER, step)), "cuda")
+    gpu.RULES[name](found, hypers, step)
+    return moved(found, "cpu")
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=["fp32", "bf16 with fp32 gradients", "bf16"])
+@pytest.mark.parametrize("format", ["exact", "bf16", "compact"])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_bits_of_the_reference(rule: str, format: str, kinds: tuple[torch.dtype, torch.dtype]) -> None:
+    for count in (0, 129, 20011):
+        on = elements(rule, count, kinds)
+        on = on if format == "exact" else packed(rule, on, format)
+        for step in (1, 7):
+            known = expected(rule, on, step) if format == "exact" else expected_in(rule, on, step, NUMBER)
+            assert unlike(on_gpu(rule, on, step), known, rule) == [], (count, step)
+
+
+def test_every_length_at_odd_places() -> None:
+    """From 0 to 4,097, each at another place: nothing outside is read into the result or written."""
+    from overspill.kernels import gpu
+
+    room = 4097 + 9
+    on = elements("adamw", room, (torch.bfloat16, torch.bfloat16))
+    known, there = moved(expected("adamw", on, 5), "cuda"), moved(on, "cuda")
+    for length in range(4098):
+        begin = length % 9
+        found = part(there, 0, room)
+        assert found.kept is not None
+        inside = slice(begin, begin + length)
+        fields = [f[inside] for f in found.fields]
+        cut = Elements(found.weight[inside], found.kept[inside], found.gradient[inside], there.factors, fields)
+        gpu.adam(cut, RULES["adamw"][2], 5)
+        assert unlike(part(found, begin, begin + length), part(known, begin, begin + length)) == [], length
+        for outside in (slice(0, begin), slice(begin + length, room)):
+            assert _same(found.weight[outside], there.weight[outside]), length
+
+
+@pytest.mark.parametrize("format", ["bf16", "compact"])
+def test_all_weights_beside_every_kind_of_remainder(format: str) -> None:
+    weight = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    least, most = (-128, 127) if format == "compact" else (-32768, 32767)
+    for kept in (least, -1, 0, 1, most):
+        rest = torch.full((1 << 16,), kept, dtype=torch.int8 if format == "compact" else torch.int16)
+        on = Elements(weight, rest, torch.zeros(1 << 16), (), (), format)
+        assert unlike(on_gpu("sgd", on, 1), expected_in("sgd", on, 1, NUMBER), "sgd") == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("states", ["bf16", "compact"])
+def test_states_give_the_same_bits_wherever_they_live(states: str, precision: str, tmp_path: Path) -> None:
+    found = []
+    for place in ("device", "host", "mixed", "nvme"):
+        model = small.build()
+        keywords = {"precision": precision, "states": states, "micro_batches": 2}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        model, optimizer = prepare_tight(model, optimizer, PLACES[place], tmp_path, **keywords)
+        losses = train(model, optimizer, small.batches(), Recipe(6, 2, clip=2.5), small.loss_of)
+        found.append((losses, weights(overspill.close(model))))
+    for losses, values in found[1:]:
+        assert losses == found[0][0]
+        assert differing(values, found[0][1]) == []
