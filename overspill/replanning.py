@@ -127,10 +127,18 @@ class Replanner:
     def _end(self) -> None:
         self._done = True
         self._engine.measures.end()
+        self._lend(True)
 
     def _measure(self) -> None:
         self._longest_now = NONE
+        self._lend(False)
         self._engine.measures.begin()
+
+    def _lend(self, on: bool) -> None:
+        """While activations are measured, nobody else has room that is planned for gradients."""
+        rooms = self._engine.parts.made.grads.rooms
+        if rooms is not None:
+            rooms.loans.paused = not on
 
     def _margin(self) -> int:
         shares = MARGIN_SHARE * (2 if self._engine.measures.pressed else 1)
@@ -214,7 +222,7 @@ def _move(engine: Engine, plan: Plan) -> None:
                 (homes.move_in if now.of(role) == "device" else homes.move_out)(unit)
         _place(engine, unit, plan)
     if executor.pager is not None:
-        executor.pager.resize(plan.limits.depth)
+        executor.pager.resize()
 
 
 def _place(engine: Engine, unit: int, plan: Plan) -> None:

@@ -358,3 +358,5 @@ class Limits:
     """Slots of the ring, which pages pass through: with one nothing overlaps, more are for what comes and goes."""
     flight: int
     """Bytes of gradients that may be on their way home before the next one is sent."""
+    lent: int = 0
+    """Bytes planned for gradients that pages may have while there are none. See runtime/loans.py."""

@@ -71,9 +71,9 @@ def _top(cut, tops, at, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # typ
 
 
 @triton.jit
-def store_state(
+def store_state(  # type: ignore[no-untyped-def]
     field, tops, x, noise, at, inside, count, FORMAT: tl.constexpr, SIGNED: tl.constexpr, BLOCK: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """`noise`: uint32."""
     raw = x.to(tl.int32, bitcast=True)
     bits = raw & 0x7FFFFFFF

@@ -282,7 +282,10 @@ def improve(request: Request, made: Plan, roles: tuple[Role, ...] = ROLES) -> Pl
                 after -= taken
                 before -= taken if role != "grad" else 0
     limits = _with_slots(request, tuple(placements), made.limits, min(before, after))
-    if tuple(placements) == made.placements and limits.depth < WORTH * made.limits.depth:
+    before -= (limits.depth - made.limits.depth) * ring_slot_bytes(request.model, tuple(placements))
+    limits = replace(limits, lent=max(0, min(before, _on(request.model, tuple(placements), "grad", "device"))))
+    alike = limits.depth < WORTH * made.limits.depth and limits.lent <= WORTH * made.limits.lent
+    if tuple(placements) == made.placements and alike:
         return None
     return finish(request, tuple(placements), limits)
 

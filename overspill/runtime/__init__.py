@@ -5,15 +5,16 @@ optimizer.py  the optimizer that the user gets back
 hooks.py      every hook there is: module calls, autograd nodes, gradients, state dicts
 residency.py  which units are open and which may not leave; door.py: closed and open parameters; copies.py: state dicts
 generation.py one gradient; gradients.py: all of them; gradient_bytes.py: where their bytes are; passing.py: their ops;
-              rooms.py: their device memory; handle.py: the light tensor that stands in `p.grad`; scaling.py: the
-              loss scale of fp16
+              rooms.py: their device memory; loans.py: that memory, lent to pages while there are none; handle.py: the
+              light tensor that stands in `p.grad`; scaling.py: the loss scale of fp16
 ranks.py      agrees with other ranks on what is next; rounds.py: the end of backward passes and steps; reduction.py,
               reduced.py: gradients averaged over ranks; collect.py: what is divided, whole; buffers.py: theirs
 updates.py    updates that are due; kernel_update.py by our own rules, own_update.py by the user's optimizer
 pages.py      pages of state in their homes; states.py: what the user's optimizer keeps there; masters.py: the fp32
               values of 16-bit weights; edits.py: when the user writes to those
 adopt.py      how values come into their homes; building.py: models that are being built, larger than memory
-pager.py      updates ahead of their use; passage.py: pages on their way through the ring; ring.py: its slots
+pager.py      updates ahead of their use; passage.py: pages on their way through the ring; ring.py: its memory;
+              slots.py: which of it is free
 eager.py      updates that begin in backward; steps.py: what a step takes
 executor.py   folds the program over events; lanes.py: streams and threads that run ops; weights.py: ops on weights
 precision.py, watch.py, turns.py, measures.py: inputs of the root call; a model that was changed; threads; what a

@@ -40,7 +40,7 @@ class Gradients:
             self.passing.reduced = reduction.let_go
         self._lent: weakref.WeakSet[Generation] = weakref.WeakSet()
         ours = reduction is None and executor.program.update_lane == Lane.UPDATE
-        self._rooms = Rooms(units, self._device) if ours else None
+        self.rooms = Rooms(units, self._device) if ours else None
         self.factor: Tensor | None = None
         """What undoes the scale of the gradients that autograd makes now; None where they are not scaled."""
 
@@ -74,7 +74,7 @@ class Gradients:
     def _move_in(self, generation: Generation) -> bool:
         """Whether it has a place beside the others of its unit now."""
         lives_here = self.bytes.home(generation.unit, generation.param) is None
-        return self._rooms is not None and lives_here and self._rooms.move_in(generation)
+        return self.rooms is not None and lives_here and self.rooms.move_in(generation)
 
     def _laid_out(self, unit: int, param: int, value: Tensor) -> Tensor:
         """In the dtype and, where it is used element by element, in the memory order of its parameter."""

@@ -41,6 +41,8 @@ from overspill.runtime.ring import Page
 
 QUEUED = 6
 """Pages that may be on their way, each way: more than pass while this thread waits for its turn."""
+SPARE = 4
+"""Slots that pages on the device are to leave for those that come: as many as come while one goes home."""
 TURN = 0.0005
 """Seconds; see Note [Turns of threads]."""
 
@@ -131,9 +133,9 @@ class Pager:
         while self._thread.is_alive() and not self._idle.wait(0.05):
             pass
 
-    def resize(self, depth: int) -> None:
-        """The ring has so many slots from now on. Nothing is on its way, and nothing in a slot."""
-        self._passage.resize(depth)
+    def resize(self) -> None:
+        """The ring has as many slots as the program's limits say. Nothing is on its way, and nothing in a slot."""
+        self._passage.resize()
 
     def close(self) -> None:
         self._closed = True
@@ -178,6 +180,7 @@ class Pager:
         while self._error is None and self._passage.send_home():
             pass
         self._passage.way_home.fail(self._reason())
+        self._passage.loans.end()
 
     def _turn(self) -> bool:
         """Do something, or wait until there is something to do; False: there is nothing."""
@@ -187,11 +190,11 @@ class Pager:
         # What came first is computed first.
         unready = [w for w in works if w.waits]
         works = (*ready, *unready)
-        if self._fetch(works, submitted) | self._update(ready) | self._send_home() or self._passage.wait():
+        if self._fetch(works, submitted) | self._update(ready) | self._send_home(ready) or self._passage.wait():
             return True
         if ready:
             # Nothing is on its way. If no slot became free just now, pages that cannot be updated yet have them all.
-            if not self._passage.has_free_slot():
+            if not self._passage.free_slots():
                 self._passage.give_up(ready[0].unit)
             return True
         for work in unready[:1]:
@@ -208,9 +211,9 @@ class Pager:
             waiting = self._passage.way_home.waiting
             page = next((p for p in work.left if p not in waiting and not self._passage.has(p)), None)
             if page is not None:
-                return self._passage.fetch(page)
+                return self._passage.fetch(page, lend=work.ready)
         state = self._executor.state
-        if not state.training or self._clears or not self._passage.has_free_slot():
+        if not state.training or self._clears or not self._passage.free_slots():
             return False
         known = (submitted, state.begun)
         if self._later[0] != known:
@@ -241,8 +244,14 @@ class Pager:
             return True
         return False
 
-    def _send_home(self) -> bool:
-        return self._passage.way_home.count() < QUEUED and self._passage.send_home()
+    def _send_home(self, ready: Sequence[UnitWork]) -> bool:
+        """See loans.py, Note [Way home later]."""
+        later = self._passage.loans.allowed and self._passage.free_slots(lent=True) > SPARE and self._is_left(ready)
+        return not later and self._passage.way_home.count() < QUEUED and self._passage.send_home()
+
+    def _is_left(self, ready: Sequence[UnitWork]) -> bool:
+        """Whether there are pages to fetch that can be updated at once."""
+        return any(self._passage.of_units[work.unit] < len(work.left) for work in ready)
 
 
 def _urgency(work: UnitWork) -> tuple[bool, int]:

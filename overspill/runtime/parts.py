@@ -21,6 +21,7 @@ from overspill.runtime.gradient_bytes import GradientBytes
 from overspill.runtime.gradients import Gradients
 from overspill.runtime.kernel_update import KernelUpdate
 from overspill.runtime.lanes import Lanes
+from overspill.runtime.loans import Loans
 from overspill.runtime.masters import Masters
 from overspill.runtime.own_update import OwnUpdate
 from overspill.runtime.pages import Home, Pages
@@ -199,7 +200,9 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
         from overspill.runtime.pager import Pager
         from overspill.runtime.passage import Passage
 
-        executor.pager = Pager(executor, Passage(executor, pages, updates, program.limits.depth), materials.device)
+        loans = grads.rooms.loans if grads.rooms is not None else Loans()
+        loans.allow(model.units, placements, program.limits.lent)
+        executor.pager = Pager(executor, Passage(executor, pages, updates, loans), materials.device)
     return Made(units, executor, weights, grads, pages, masters, update, updates, recorder, ranks, collector)
 
 

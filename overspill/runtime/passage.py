@@ -11,7 +11,7 @@ after every few pages the stream waits for a short kernel elsewhere, which lets 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -21,8 +21,10 @@ from torch import Tensor
 from overspill.program import Key, Kind, Lane, Op
 from overspill.runtime.executor import Executor
 from overspill.runtime.lanes import DEVICE_CYCLES_PER_SECOND, Lanes, Ticket, Work
+from overspill.runtime.loans import Loans
 from overspill.runtime.pages import Pages
 from overspill.runtime.ring import Page
+from overspill.runtime.slots import Slots
 from overspill.runtime.updates import Updates
 
 Event = torch.cuda.Event | None
@@ -79,6 +81,7 @@ class _Leaving:
 
     page: Page
     slot: int
+    nbytes: int
     work: Work
     updated: Event
     home: Future[Event] = field(default_factory=Future)
@@ -88,7 +91,7 @@ class _Leaving:
 class WayHome:
     """Pages that are updated: they wait in their slots, then go, in the order of their updates."""
 
-    def __init__(self, ways: _Ways, free: deque[int]) -> None:
+    def __init__(self, ways: _Ways, free: Callable[[int], None]) -> None:
         self._ways = ways
         self._free = free
         self.waiting: dict[Page, _Leaving] = {}
@@ -107,7 +110,7 @@ class WayHome:
     def count(self) -> int:
         """Pages that are on their way."""
         while self._going and _over(self._going[0][1]):
-            self._free.append(self._going.popleft()[0])
+            self._free(self._going.popleft()[0])
         return len(self._going)
 
     def first(self) -> Event:
@@ -115,7 +118,9 @@ class WayHome:
 
     def send(self, leaving: _Leaving) -> None:
         self._ways.let_others_in()
-        home = self._ways.put(Op(Kind.STATE_STORE, Lane.DOWN, *leaving.page), leaving.work, (leaving.updated,))
+        home = self._ways.put(
+            Op(Kind.STATE_STORE, Lane.DOWN, *leaving.page, leaving.nbytes), leaving.work, (leaving.updated,)
+        )
         del self.waiting[leaving.page]
         self.stored[leaving.page] = home
         self.release(leaving.slot, home)
@@ -129,9 +134,9 @@ class WayHome:
 
 
 class Passage:
-    """`depth` slots."""
+    """As many slots as the limits say, and those that are lent. See loans.py."""
 
-    def __init__(self, executor: Executor, pages: Pages, updates: Updates, depth: int) -> None:
+    def __init__(self, executor: Executor, pages: Pages, updates: Updates, loans: Loans) -> None:
         self._device = executor.lanes.device
         self._views = executor.views
         self._executor = executor
@@ -139,13 +144,14 @@ class Passage:
         self._updates = updates
         self._ways = _Ways(executor.lanes)
         self.moved: Counter[Lane] = Counter({Lane.UP: 0, Lane.DOWN: 0})
-        self._free = deque(range(depth))
+        self._slots = Slots(pages.ring, loans, executor.program.limits.depth)
+        self.loans = loans
         self._there: dict[Page, tuple[int, Event]] = {}
         """Pages in slots that wait for their update: the slot, and when the page is there."""
         self.of_units: Counter[int] = Counter()
         """How many of them, by unit."""
         self._coming: deque[Event] = deque()
-        self.way_home = WayHome(self._ways, self._free)
+        self.way_home = WayHome(self._ways, self._slots.release)
         pages.elsewhere = self
 
     def pages_of(self, unit: int) -> list[Page]:
@@ -160,12 +166,10 @@ class Passage:
             self._drop(page)
         return page in self._there
 
-    def resize(self, depth: int) -> None:
-        """There are so many slots from now on, and all are free."""
+    def resize(self) -> None:
+        """There are as many slots as the limits say now, and all are free."""
         assert not (self._there or self.way_home.waiting or self.way_home.count()), "pages are still in their slots"
-        self._free.clear()
-        self._free.extend(range(depth))
-        self._pages.ring.resize(self._executor.program.placements)
+        self._slots.resize(self._executor.program)
 
     def coming(self) -> int:
         """Pages that are on their way here."""
@@ -173,15 +177,16 @@ class Passage:
             self._coming.popleft()
         return len(self._coming)
 
-    def has_free_slot(self) -> bool:
+    def free_slots(self, lent: bool = False) -> int:
+        """How many pages could come now, into lent slots too or not."""
         self.way_home.count()
-        return bool(self._free)
+        return self._slots.left() if lent else len(self._slots)
 
     def wait(self) -> bool:
         """Until something that is on its way is over; False: nothing is."""
-        free, coming = len(self._free), len(self._coming)
+        free, coming = len(self._slots), len(self._coming)
         going = self.way_home.count()
-        if len(self._free) > free or self.coming() < coming:
+        if len(self._slots) > free or self.coming() < coming:
             return True
         events = [self.way_home.first()] if going else [self._coming[0]] if self._coming else []
         for event in events:
@@ -208,22 +213,24 @@ class Passage:
             del self._there[page]
             self.of_units[page[0]] -= 1
             self._pages.forget(page)
-        self._free.append(slot)
+        self._slots.release(slot)
 
     # --- pages
 
-    def fetch(self, page: Page) -> bool:
-        """Bring a page's state into a slot; False: there is none."""
-        if not self.has_free_slot():
+    def fetch(self, page: Page, lend: bool = False) -> bool:
+        """Bring a page's state into a slot, or into one that is lent; False: there is none."""
+        self.way_home.count()
+        slot = self._slots.take(lend)
+        if slot is None:
             return False
-        slot = self._free.popleft()
         with self._views:
             work = self._pages.fetch_into(slot, page)
             event = None
             if work is not None:
                 stored = self.way_home.stored.pop(page, None)
-                event = self._ways.put(Op(Kind.STATE_FETCH, Lane.UP, *page), work, (stored,))
-                self.moved[Lane.UP] += self._pages.passing_bytes(*page)
+                nbytes = self._pages.passing_bytes(*page)
+                event = self._ways.put(Op(Kind.STATE_FETCH, Lane.UP, *page, nbytes), work, (stored,))
+                self.moved[Lane.UP] += nbytes
                 if event is not None:
                     self._coming.append(event)
             self._there[page] = (slot, event)
@@ -242,7 +249,7 @@ class Passage:
             if work is None:
                 self.way_home.release(slot, updated)
             else:
-                leaving = _Leaving(page, slot, work, updated)
+                leaving = _Leaving(page, slot, self._pages.passing_bytes(*page), work, updated)
                 self.way_home.add(leaving)
                 self._executor.tickets.put(Key(Kind.STATE_STORE, *page), Ticket(leaving.home, self._device))
             self._pages.forget(page)
@@ -254,15 +261,16 @@ class Passage:
         if leaving is None:
             return False
         self.way_home.send(leaving)
-        self.moved[Lane.DOWN] += self._pages.passing_bytes(*leaving.page)
+        self.moved[Lane.DOWN] += leaving.nbytes
         return True
 
     def _fetch_gradients(self, page: Page, there: Event) -> Event:
         if self._executor.program.placements[page[0]].grad == "device":
             return there
         work = self._updates.fetch_gradients(page)
-        self.moved[Lane.UP] += self._pages.spec(*page).grad_bytes
-        return self._ways.put(Op(Kind.PAGE_GRADS, Lane.UP, *page), work, (there,))
+        nbytes = self._pages.spec(*page).grad_bytes
+        self.moved[Lane.UP] += nbytes
+        return self._ways.put(Op(Kind.PAGE_GRADS, Lane.UP, *page, nbytes), work, (there,))
 
     # --- from outside: see Pages.write
 

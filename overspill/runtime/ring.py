@@ -1,5 +1,7 @@
 """Slots of device memory that pages pass through, in turn."""
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,29 @@ class Ring:
         self._inside: dict[int, Page] = {}
         self._fresh: dict[int, torch.cuda.Event] = {}
         """When the memory of a slot was taken from those who had it before."""
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._nbytes
+
+    def take(self, slot: int, stream: torch.cuda.Stream | None) -> bool:
+        """Memory for one more slot, of those that the stream has; False: there is none."""
+        try:
+            with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+                self._slots[slot] = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+                if stream is not None:
+                    self._fresh[slot] = stream.record_event()
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def give_back(self, slot: int) -> None:
+        """The memory of such a slot. Nobody uses it any more."""
+        page = self._inside.pop(slot, None)
+        if page is not None:
+            del self._pages[page]
+        del self._slots[slot]
+        self._fresh.pop(slot, None)
 
     def put(self, slot: int, page: Page) -> Page | None:
         """A slot is for this page from now on; the page that it was for before."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from overspill.runtime.generation import Generation
+from overspill.runtime.loans import Loans
 from overspill.specs import align
 from overspill.units.unit import Unit
 
@@ -22,7 +23,9 @@ ROOM = "_overspill_room"
 
 
 class _Room:
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, loans: Loans) -> None:
+        loans.add_gradients(nbytes)
+        weakref.finalize(self, loans.remove_gradients, nbytes).atexit = False
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._as: dict[torch.dtype, Tensor] = {}
         self.taken: set[int] = set()
@@ -39,6 +42,7 @@ class Rooms:
 
     def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
         self._device = device
+        self.loans = Loans()
         self._offsets: list[list[int]] = []
         for unit in units:
             ends = [0]
@@ -54,6 +58,7 @@ class Rooms:
         if value is None or value.device != self._device or self._device.type not in PIECES:
             return False
         if align(value.nbytes) != spec.grad_bytes or value.dtype != spec.dtype:
+            self.loans.end("a gradient is of another width than planned, and not counted")
             return False
         found = self._rooms[unit]() if unit in self._rooms else None
         room = found if found is not None and generation.param not in found.taken else self._new(unit)
@@ -65,6 +70,7 @@ class Rooms:
         return True
 
     def _new(self, unit: int) -> _Room:
-        room = _Room(self._offsets[unit][-1], self._device)
+        self.loans.stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        room = _Room(self._offsets[unit][-1], self._device, self.loans)
         self._rooms[unit] = weakref.ref(room)
         return room
