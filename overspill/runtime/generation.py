@@ -32,6 +32,11 @@ def full_dtype(spec: ParamSpec) -> torch.dtype:
     return torch.float32 if spec.dtype in NARROW else spec.dtype
 
 
+FLAT = "_overspill_flat"
+"""Of a gradient's bytes: the array that they lie in, and where. A piece of an array is a matter of microseconds; any
+other view gives way to other threads, and waits for its turn again."""
+
+
 def as_flat(t: Tensor) -> Tensor:
     """A dense tensor's elements, in memory order."""
     return t.as_strided((t.numel(),), (1,), t.storage_offset())
@@ -164,7 +169,11 @@ class Generation:
     def part(self, value: Tensor, begin: int, end: int) -> Tensor:
         """Elements of the parameter, in memory order, out of the gradient's bytes."""
         at = begin if self.span is None else self.span.locate(begin)
-        return as_flat(value)[at : at + end - begin]
+        flat: tuple[Tensor, int] | None = getattr(value, FLAT, None)
+        if flat is not None:
+            array, first = flat
+            return array[first + at : first + at + end - begin]
+        return value.as_strided((end - begin,), (1,), value.storage_offset() + at)
 
     def empty(self, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         if self.span is not None:

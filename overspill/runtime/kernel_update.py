@@ -76,27 +76,26 @@ class KernelUpdate:
                 executor.run(on, share.hypers, step)
             self._masters.edits.updated(unit, part)
 
-    def _arrays(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> list[Tensor]:
-        return arrays_of(self._pages.spec(unit, page), part, memory)
-
     def _pieces(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> Iterator[tuple[int, int, list[Tensor]]]:
         """(first, last + 1, arrays) of some elements of a part at a time: widening them takes memory."""
-        _, *arrays = self._arrays(unit, page, part, memory)
-        format = self._pages.spec(unit, page).format.name
+        spec = self._pages.spec(unit, page)
+        _, *arrays = arrays_of(spec, part, memory)
         for begin in range(0, part.numel, KERNEL_PIECE):
             end = min(begin + KERNEL_PIECE, part.numel)
-            yield begin, end, codecs.pieces(format, arrays, begin, end)
+            yield begin, end, codecs.pieces(spec.format.name, arrays, begin, end)
 
     def _cached(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> list[Tensor]:
-        """As `_arrays`, of memory on the device: pages that live there are the same again and again."""
-        if self._pages.home(unit, page) is not None:
-            return self._arrays(unit, page, part, memory)
-        known: dict[PartSpec, list[Tensor]] = getattr(memory, VIEWS, {})
-        if part not in known:
-            known[part] = self._arrays(unit, page, part, memory)
+        """A part's arrays. Memory of pages that live on the device is the same again and again, and so are slots of the
+        ring, which many pages of one layout pass through."""
+        passes, spec = self._pages.home(unit, page) is not None, self._pages.spec(unit, page)
+        memory = self._pages.ring.memory((unit, page)) if passes else memory
+        known: dict[tuple[str, int, int, int], list[Tensor]] = getattr(memory, VIEWS, {})
+        key = (spec.format.name, spec.elements, part.element, part.numel)
+        if key not in known:
+            known[key] = arrays_of(spec, part, memory)
             # There, so that they end with the memory.
             setattr(memory, VIEWS, known)
-        return known[part]
+        return known[key]
 
     # --- from outside, while nothing is in flight
 

@@ -203,7 +203,7 @@ class Pager:
 
     def _fetch(self, works: Sequence[UnitWork], submitted: int) -> bool:
         """Fetch the next page that is not there, of what is at hand or else of what comes next."""
-        if self._passage.coming() >= QUEUED:
+        if len(self._passage.coming) >= QUEUED:
             return False
         for work in works:
             if self._passage.of_units[work.unit] == len(work.left):
@@ -247,7 +247,7 @@ class Pager:
     def _send_home(self, ready: Sequence[UnitWork]) -> bool:
         """See loans.py, Note [Way home later]."""
         later = self._passage.loans.allowed and self._passage.free_slots(lent=True) > SPARE and self._is_left(ready)
-        return not later and self._passage.way_home.count() < QUEUED and self._passage.send_home()
+        return not later and len(self._passage.way_home) < QUEUED and self._passage.send_home()
 
     def _is_left(self, ready: Sequence[UnitWork]) -> bool:
         """Whether there are pages to fetch that can be updated at once."""

@@ -96,25 +96,33 @@ class WayHome:
         self._free = free
         self.waiting: dict[Page, _Leaving] = {}
         """Not on their way yet; until then they cannot be fetched."""
-        self._going: deque[tuple[int, Event]] = deque()
+        self._going: deque[tuple[int, Page, Event]] = deque()
         self.stored: dict[Page, Event] = {}
-        """When they are home."""
+        """When they are home, as long as that is not known to be over."""
 
     def add(self, leaving: _Leaving) -> None:
         self.waiting[leaving.page] = leaving
 
-    def release(self, slot: int, after: Event) -> None:
-        """A slot is free after this."""
-        self._going.append((slot, after))
+    def release(self, slot: int, page: Page, after: Event) -> None:
+        """A page's slot is free after this."""
+        self._going.append((slot, page, after))
 
-    def count(self) -> int:
-        """Pages that are on their way."""
-        while self._going and _over(self._going[0][1]):
-            self._free(self._going.popleft()[0])
+    def __len__(self) -> int:
+        """Pages that are on their way, as of the last look."""
         return len(self._going)
 
+    def look(self) -> bool:
+        """Whether some are home by now: their slots are free."""
+        before = len(self._going)
+        while self._going and _over(self._going[0][2]):
+            slot, page, event = self._going.popleft()
+            if page in self.stored and self.stored[page] is event:
+                del self.stored[page]
+            self._free(slot)
+        return len(self._going) < before
+
     def first(self) -> Event:
-        return self._going[0][1]
+        return self._going[0][2]
 
     def send(self, leaving: _Leaving) -> None:
         self._ways.let_others_in()
@@ -123,7 +131,7 @@ class WayHome:
         )
         del self.waiting[leaving.page]
         self.stored[leaving.page] = home
-        self.release(leaving.slot, home)
+        self.release(leaving.slot, leaving.page, home)
         leaving.home.set_result(home)
 
     def fail(self, error: BaseException) -> None:
@@ -150,7 +158,8 @@ class Passage:
         """Pages in slots that wait for their update: the slot, and when the page is there."""
         self.of_units: Counter[int] = Counter()
         """How many of them, by unit."""
-        self._coming: deque[Event] = deque()
+        self.coming: deque[Event] = deque()
+        """Pages that are on their way here, as of the last look."""
         self.way_home = WayHome(self._ways, self._slots.release)
         pages.elsewhere = self
 
@@ -168,27 +177,26 @@ class Passage:
 
     def resize(self) -> None:
         """There are as many slots as the limits say now, and all are free."""
-        assert not (self._there or self.way_home.waiting or self.way_home.count()), "pages are still in their slots"
+        self.look()
+        assert not (self._there or self.way_home.waiting or len(self.way_home)), "pages are still in their slots"
         self._slots.resize(self._executor.program)
 
-    def coming(self) -> int:
-        """Pages that are on their way here."""
-        while self._coming and _over(self._coming[0]):
-            self._coming.popleft()
-        return len(self._coming)
-
     def free_slots(self, lent: bool = False) -> int:
-        """How many pages could come now, into lent slots too or not."""
-        self.way_home.count()
+        """How many pages could come now, into lent slots too or not, as of the last look."""
         return self._slots.left() if lent else len(self._slots)
+
+    def look(self) -> bool:
+        """Whether anything that was on its way is over. Looking gives way to other threads."""
+        before = len(self.coming)
+        while self.coming and _over(self.coming[0]):
+            self.coming.popleft()
+        return self.way_home.look() or len(self.coming) < before
 
     def wait(self) -> bool:
         """Until something that is on its way is over; False: nothing is."""
-        free, coming = len(self._slots), len(self._coming)
-        going = self.way_home.count()
-        if len(self._slots) > free or self.coming() < coming:
+        if self.look():
             return True
-        events = [self.way_home.first()] if going else [self._coming[0]] if self._coming else []
+        events = [self.way_home.first()] if len(self.way_home) else [self.coming[0]] if self.coming else []
         for event in events:
             _finish(event)
         return bool(events)
@@ -219,7 +227,6 @@ class Passage:
 
     def fetch(self, page: Page, lend: bool = False) -> bool:
         """Bring a page's state into a slot, or into one that is lent; False: there is none."""
-        self.way_home.count()
         slot = self._slots.take(lend)
         if slot is None:
             return False
@@ -232,7 +239,7 @@ class Passage:
                 event = self._ways.put(Op(Kind.STATE_FETCH, Lane.UP, *page, nbytes), work, (stored,))
                 self.moved[Lane.UP] += nbytes
                 if event is not None:
-                    self._coming.append(event)
+                    self.coming.append(event)
             self._there[page] = (slot, event)
             self.of_units[page[0]] += 1
         return True
@@ -247,7 +254,7 @@ class Passage:
             updated = self._ways.put(op, lambda: self._updates.run_page(*page), (there,))
             work = self._pages.store_from(page)
             if work is None:
-                self.way_home.release(slot, updated)
+                self.way_home.release(slot, page, updated)
             else:
                 leaving = _Leaving(page, slot, self._pages.passing_bytes(*page), work, updated)
                 self.way_home.add(leaving)

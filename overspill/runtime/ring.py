@@ -84,6 +84,10 @@ class Ring:
         if fresh is not None:
             torch.cuda.current_stream(self._device).wait_event(fresh)
 
+    def settle(self, slot: int) -> None:
+        """Whatever a slot was used for is over, and all the more what its memory was before."""
+        self._fresh.pop(slot, None)
+
     def resize(self, placements: tuple[Placement, ...]) -> None:
         """Other pages pass from now on. Nobody has a slot; new ones are taken when they are used."""
         self._placements = placements

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from overspill.runtime.generation import Generation
+from overspill.runtime.generation import FLAT, Generation
 from overspill.runtime.loans import Loans
 from overspill.specs import align
 from overspill.units.unit import Unit
@@ -64,9 +64,11 @@ class Rooms:
         room = found if found is not None and generation.param not in found.taken else self._new(unit)
         room.taken.add(generation.param)
         begin = self._offsets[unit][generation.param] // spec.dtype.itemsize
-        generation.value = room.of(spec.dtype).as_strided(spec.shape, spec.stride, begin).copy_(value)
+        array = room.of(spec.dtype)
+        generation.value = array.as_strided(spec.shape, spec.stride, begin).copy_(value)
         # The room is kept as long as one of its gradients is.
         setattr(generation.value, ROOM, room)
+        setattr(generation.value, FLAT, (array, begin))
         return True
 
     def _new(self, unit: int) -> _Room:

@@ -46,6 +46,7 @@ class Slots:
     def release(self, slot: int) -> None:
         """Nobody uses it any more."""
         if slot not in self._lent:
+            self._ring.settle(slot)
             self._free.append(slot)
             return
         self._ring.give_back(slot)

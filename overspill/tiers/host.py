@@ -109,22 +109,22 @@ class HostTier:
         self._used = offset + nbytes
         return Slot(self.name, nbytes, offset)
 
-    def tensor(self, slot: Slot) -> Tensor:
-        """The slot's own memory: uint8 [slot.nbytes], host."""
+    def tensor(self, slot: Slot, nbytes: int | None = None) -> Tensor:
+        """The slot's own memory, or the first bytes of it: uint8, host."""
         if self._closed:
             raise StateError("expected an open host tier, found a closed one; its bytes are gone, prepare anew")
         assert slot.tier == self.name, f"a slot of tier {slot.tier!r} was given to tier {self.name!r}"
-        return self._arena.tensor[slot.offset : slot.offset + slot.nbytes]
+        return self._arena.tensor[slot.offset : slot.offset + (slot.nbytes if nbytes is None else nbytes)]
 
     def load(self, slot: Slot, out: Tensor) -> None:
         """Copy the slot into `out` (uint8, at most slot.nbytes)."""
         check_bytes(self.name, slot, out)
-        out.copy_(self.tensor(slot)[: out.numel()], non_blocking=True)
+        out.copy_(self.tensor(slot, out.numel()), non_blocking=True)
 
     def store(self, slot: Slot, src: Tensor) -> None:
         """Copy `src` (uint8, at most slot.nbytes) into the slot."""
         check_bytes(self.name, slot, src)
-        self.tensor(slot)[: src.numel()].copy_(src, non_blocking=True)
+        self.tensor(slot, src.numel()).copy_(src, non_blocking=True)
 
     def used(self) -> int:
         """The end of the last slot."""

@@ -29,6 +29,7 @@ class Unit:
         self.came_as = tuple((p.device if not p.is_meta else torch.device("cpu"), p.dtype) for p in params)
         with torch.inference_mode(False):
             self.flat = torch.empty(spec.weight_bytes, dtype=torch.uint8, device=device)
+            self._as = _arrays(self.flat, spec)
         self._views = 0
 
     def adopt(self) -> None:
@@ -54,9 +55,8 @@ class Unit:
     def elements(self, param: int, begin: int = 0, end: int | None = None) -> Tensor:
         """A parameter's elements, or some of them, in memory order."""
         spec = self.spec.params[param]
-        item = spec.dtype.itemsize
-        last = spec.nbytes if end is None else end * item
-        return self.flat[spec.offset + begin * item : spec.offset + last].view(spec.dtype)
+        first = spec.offset // spec.dtype.itemsize
+        return self._as[spec.dtype][first + begin : first + (spec.numel if end is None else end)]
 
     def load(self, tier: Tier) -> None:
         """From its home into the flat buffer. No view of that may outlive the call: see `viewed`."""
@@ -96,6 +96,7 @@ class Unit:
         assert not self.viewed, f"unit {self.spec.name} is to leave the device but somebody holds views of it"
         with torch.inference_mode(False):
             self.flat = torch.empty_like(self.flat)
+            self._as = _arrays(self.flat, self.spec)
         self._point()
 
     def _use_count(self) -> int:
@@ -119,3 +120,8 @@ class Unit:
                 if hasattr(p, "grad_dtype") and p.requires_grad:
                     p.grad_dtype = p.dtype
         self.flat = self.flat.new_empty(0)
+
+
+def _arrays(flat: Tensor, spec: UnitSpec) -> dict[torch.dtype, Tensor]:
+    """A flat buffer, as the dtypes that are in it."""
+    return {dtype: flat.view(dtype) for dtype in {p.dtype for p in spec.params}}
