@@ -13,8 +13,8 @@ updates.py    updates that are due; kernel_update.py by our own rules, own_updat
 pages.py      pages of state in their homes; states.py: what the user's optimizer keeps there; masters.py: the fp32
               values of 16-bit weights; edits.py: when the user writes to those
 adopt.py      how values come into their homes; building.py: models that are being built, larger than memory
-pager.py      updates ahead of their use; passage.py: pages on their way through the ring; ring.py: its memory;
-              slots.py: which of it is free
+pager.py      updates ahead of their use; handing.py: which page is next; passage.py: pages on their way through the
+              ring; ring.py: its memory; slots.py: which of it is free
 eager.py      updates that begin in backward; steps.py: what a step takes
 executor.py   folds the program over events; lanes.py: streams and threads that run ops; weights.py: ops on weights
 precision.py, watch.py, turns.py, measures.py: inputs of the root call; a model that was changed; threads; what a

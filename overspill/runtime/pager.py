@@ -1,72 +1,43 @@
 """Passes the pages of whole units through the ring, while the training loop does other things.
 
-Note [Who hands pages out]: each page is handed out when its slot is free (program/, Note [Never far ahead]). The
-training loop's own thread is far ahead of the GPU, or waits for it, and comes by too seldom. So a thread of its own
-waits for slots. The program says what it works on: which updates may run, by when they are needed, and what may be
-fetched when all of that is on its way. It touches no object of the user's.
-
-Note [Two ways of the link]: pages come up and go down side by side, a few at a time each way. So at every turn a page
-is fetched, if there is a slot for it, one that is there is updated, and one that is updated is sent home. Updates do
-not wait for the way home: in a long ring the pages of the next units are there when the step begins, and the model
-goes on as soon as those are updated.
+Note [Who hands pages out]: each page is handed out when its slot is free (program/, Note [Never far ahead]). Most of
+the time the training loop's own thread waits, for updates or for the GPU, so a thread of its own waits for slots. But
+two threads that both run Python take turns at every call into torch, and each turn costs more than most calls: together
+they are slower than one after the other. So while the training loop comes by often, at every call of a module, it hands
+pages out itself and the other thread sleeps. The program says what to work on: which updates may run, by when they are
+needed, and what may be fetched when all of that is on its way. No object of the user's is touched.
 
 Note [Turns of threads]: whoever runs Python gives the others their turn after 5 ms, which is as long as several pages
 take. While there is a pager on cuda, it does so after half a millisecond. A model that mostly launches kernels gives
 way at each of them anyway.
-
-Note [Gradients first]: an update is handed out when its gradients are computed, so nothing that is queued ever waits
-for the model. Of several the one that is needed first goes first; all that somebody waits for, before the others.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
+import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from overspill.program import Lane, deadline, next_updates
+from overspill.program import Lane, deadline
 from overspill.runtime.executor import Executor
+from overspill.runtime.handing import Handing, UnitWork
 from overspill.runtime.lanes import Ticket
 from overspill.runtime.passage import Passage
-from overspill.runtime.ring import Page
 
-QUEUED = 6
-"""Pages that may be on their way, each way: more than pass while this thread waits for its turn."""
-SPARE = 4
-"""Slots that pages on the device are to leave for those that come: as many as come while one goes home."""
+NEAR = 0.002
+"""Seconds within which a loop that came by is expected again."""
 TURN = 0.0005
 """Seconds; see Note [Turns of threads]."""
-
-
-@dataclass(slots=True, eq=False)
-class UnitWork:
-    """What is left to do for one unit."""
-
-    unit: int
-    deadline: int
-    waits: list[Ticket]
-    """What must be over before: that its gradients are computed, above all."""
-    left: list[Page]
-    """Pages that are to be updated."""
-    future: Future[torch.cuda.Event | None] = field(default_factory=Future)
-    """Of the last page's update, when it is handed out."""
-    hurried: bool = False
-    """Whether somebody waits for it."""
-
-    @property
-    def ready(self) -> bool:
-        while self.waits and self.waits[0].over:
-            del self.waits[0]
-        return not self.waits
 
 
 class Pager:
@@ -75,20 +46,19 @@ class Pager:
     def __init__(self, executor: Executor, passage: Passage, device: torch.device) -> None:
         self._executor = executor
         self._passage = passage
+        self._handing = Handing(executor, passage)
         self._device = device
         self.moved: Counter[Lane] = passage.moved
-        self._works: list[UnitWork] = []
-        """In the order in which they came."""
-        self._submitted = 0
-        """How many came so far."""
         self._wake: SimpleQueue[None] = SimpleQueue()
         """Not an event: it is also used by whoever collects garbage, in the middle of anything."""
         self._idle = threading.Event()
         self._lock = threading.Lock()
-        self._later: tuple[tuple[int, frozenset[int]] | None, deque[Page]] = (None, deque())
-        """What may be fetched when everything at hand is on its way; as of when so many had come, and these units were
-        being updated."""
-        self._clears = False
+        self._hands = threading.Lock()
+        """Of whoever hands pages out."""
+        self._came_by = 0.0
+        """When the training loop did so last."""
+        self._hurried = threading.Event()
+        """It waits, and does not come by."""
         self._closed = False
         self._error: BaseException | None = None
         self.pid = os.getpid()
@@ -109,16 +79,33 @@ class Pager:
             if self._closed:
                 work.future.set_exception(self._reason())
                 return Ticket(work.future, self._device)
-            self._works.append(work)
-            self._submitted += 1
+            self._handing.add(work)
         self.wake()
         return Ticket(work.future, self._device)
 
     def hurry(self, unit: int) -> None:
         """Somebody waits for this unit, if it is not done."""
-        for work in tuple(self._works):
-            if work.unit == unit:
-                work.hurried = True
+        if self._handing.hurry(unit):
+            self._came_by = 0.0
+            self._hurried.set()
+
+    def come_by(self) -> None:
+        """The training loop has a moment. See Note [Who hands pages out]."""
+        if self._idle.is_set() or self._closed or os.getpid() != self.pid:
+            return
+        self._came_by = time.monotonic()
+        if not self._hands.acquire(blocking=False):
+            return
+        try:
+            with _apart(self._device):
+                while not self._closed and self._handing.do():
+                    pass
+        except BaseException as error:
+            self._error = error
+            self._fail()
+            raise
+        finally:
+            self._hands.release()
 
     def wake(self) -> None:
         """There may be something to do."""
@@ -128,7 +115,7 @@ class Pager:
 
     def drain(self) -> None:
         """Wait until there is nothing to do any more; what was fetched for later is given up."""
-        self._clears = True
+        self._handing.ends = True
         self.wake()
         while self._thread.is_alive() and not self._idle.wait(0.05):
             pass
@@ -155,10 +142,9 @@ class Pager:
         try:
             while not self._closed and self._turn():
                 pass
-            if self._clears and not self._closed:
-                self._clears = False
-                self._later = (None, deque())
-                self._passage.clear()
+            if self._handing.ends and not self._closed:
+                with self._hands:
+                    self._handing.end()
         except BaseException as error:
             self._error = error
             raise
@@ -174,9 +160,7 @@ class Pager:
         """Whoever waits for updates hears of it."""
         with self._lock:
             self._closed = True
-            for work in self._works:
-                work.future.set_exception(self._reason())
-            self._works.clear()
+        self._handing.fail(self._reason())
         while self._error is None and self._passage.send_home():
             pass
         self._passage.way_home.fail(self._reason())
@@ -184,78 +168,29 @@ class Pager:
 
     def _turn(self) -> bool:
         """Do something, or wait until there is something to do; False: there is nothing."""
-        with self._lock:
-            works, submitted = tuple(self._works), self._submitted
-        ready = sorted((w for w in works if w.ready), key=_urgency)
-        # What came first is computed first.
-        unready = [w for w in works if w.waits]
-        works = (*ready, *unready)
-        if self._fetch(works, submitted) | self._update(ready) | self._send_home(ready) or self._passage.wait():
+        self._hurried.clear()
+        if time.monotonic() - self._came_by < NEAR and not self._handing.ends:
+            self._hurried.wait(NEAR)
             return True
-        if ready:
-            # Nothing is on its way. If no slot became free just now, pages that cannot be updated yet have them all.
-            if not self._passage.free_slots():
-                self._passage.give_up(ready[0].unit)
-            return True
-        for work in unready[:1]:
-            work.waits[0].finish()
-        return bool(unready)
-
-    def _fetch(self, works: Sequence[UnitWork], submitted: int) -> bool:
-        """Fetch the next page that is not there, of what is at hand or else of what comes next."""
-        if len(self._passage.coming) >= QUEUED:
-            return False
-        for work in works:
-            if self._passage.of_units[work.unit] == len(work.left):
-                continue
-            waiting = self._passage.way_home.waiting
-            page = next((p for p in work.left if p not in waiting and not self._passage.has(p)), None)
-            if page is not None:
-                return self._passage.fetch(page, lend=work.ready)
-        state = self._executor.state
-        if not state.training or self._clears or not self._passage.free_slots():
-            return False
-        known = (submitted, state.begun)
-        if self._later[0] != known:
-            at_hand = {work.unit for work in works}
-            units = [unit for unit in next_updates(self._executor.program, state) if unit not in at_hand]
-            self._later = known, deque(page for unit in units for page in self._passage.pages_of(unit))
-        later = self._later[1]
-        while later and self._passage.has(later[0]):
-            later.popleft()
-        if not later or later[0] in self._passage.way_home.waiting:
-            return False
-        return self._passage.fetch(later.popleft())
-
-    def _update(self, ready: Sequence[UnitWork]) -> bool:
-        """Update the next page that is there."""
-        for work in ready:
-            page = next((page for page in work.left if self._passage.has(page)), None)
-            if page is None and work.left:
-                continue
-            event = None
-            if page is not None:
-                work.left.remove(page)
-                event = self._passage.update(page)
-            if not work.left:
-                with self._lock:
-                    self._works.remove(work)
-                work.future.set_result(event)
-            return True
-        return False
-
-    def _send_home(self, ready: Sequence[UnitWork]) -> bool:
-        """See loans.py, Note [Way home later]."""
-        later = self._passage.loans.allowed and self._passage.free_slots(lent=True) > SPARE and self._is_left(ready)
-        return not later and len(self._passage.way_home) < QUEUED and self._passage.send_home()
-
-    def _is_left(self, ready: Sequence[UnitWork]) -> bool:
-        """Whether there are pages to fetch that can be updated at once."""
-        return any(self._passage.of_units[work.unit] < len(work.left) for work in ready)
+        with self._hands:
+            if self._handing.do():
+                return True
+            waits = self._handing.waits()
+        if waits is not None:
+            waits()
+        return waits is not None
 
 
-def _urgency(work: UnitWork) -> tuple[bool, int]:
-    return not work.hurried, work.deadline
+@contextlib.contextmanager
+def _apart(device: torch.device) -> Iterator[None]:
+    """In the training loop's thread: its stream is as it was afterwards, and its modes do not count meanwhile."""
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    try:
+        with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        if stream is not None:
+            torch.cuda.set_stream(stream)
 
 
 def _serve(pager: Callable[[], Pager | None], wake: SimpleQueue[None], device: torch.device) -> None:

@@ -192,14 +192,10 @@ class Passage:
             self.coming.popleft()
         return self.way_home.look() or len(self.coming) < before
 
-    def wait(self) -> bool:
-        """Until something that is on its way is over; False: nothing is."""
-        if self.look():
-            return True
-        events = [self.way_home.first()] if len(self.way_home) else [self.coming[0]] if self.coming else []
-        for event in events:
-            _finish(event)
-        return bool(events)
+    def on_the_way(self) -> Work | None:
+        """What waits for the first that is on its way; None: nothing is."""
+        event = self.way_home.first() if len(self.way_home) else self.coming[0] if self.coming else None
+        return None if event is None else event.synchronize
 
     def give_up(self, unit: int) -> None:
         """Free the slot of the page that was fetched last, but for those of this unit."""
@@ -211,8 +207,9 @@ class Passage:
         """Forget what was fetched for updates that are not due. All others are home."""
         for page in list(self._there):
             self._drop(page)
-        while self.wait():
-            pass
+        while (wait := self.on_the_way()) is not None:
+            wait()
+            self.look()
 
     def _drop(self, page: Page) -> None:
         slot, event = self._there[page]

@@ -13,7 +13,7 @@ import torch
 import overspill
 from overspill.plan import solver
 from overspill.program import Kind
-from overspill.runtime import pager, parts, rooms
+from overspill.runtime import handing, parts, rooms
 from overspill.runtime.loans import Loans
 from overspill.runtime.ring import Ring
 from overspill.specs import Activations, Placement, UnitSpec
@@ -72,7 +72,7 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(solver, "DEPTHS", (2,))
     monkeypatch.setattr(solver, "MOST_SLOTS", 2)
     monkeypatch.setattr(solver, "PAGE", (512, 2048))
-    monkeypatch.setattr(pager, "SPARE", 0)
+    monkeypatch.setattr(handing, "SPARE", 0)
     found: list[int] = []
     take = Ring.take
 

@@ -1,0 +1,178 @@
+"""What is to be done for pages: which comes next, which is updated, which goes home. See pager.py.
+
+Note [Two ways of the link]: pages come up and go down side by side, a few at a time each way. So at every turn a page
+is fetched, if there is a slot for it, one that is there is updated, and one that is updated is sent home. Updates do
+not wait for the way home: in a long ring the pages of the next units are there when the step begins, and the model
+goes on as soon as those are updated.
+
+Note [Gradients first]: an update is handed out when its gradients are computed, so nothing that is queued ever waits
+for the model. Of several the one that is needed first goes first; all that somebody waits for, before the others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from overspill.program import next_updates
+from overspill.runtime.executor import Executor
+from overspill.runtime.lanes import Ticket
+from overspill.runtime.passage import Passage
+from overspill.runtime.ring import Page
+
+QUEUED = 6
+"""Pages that may be on their way, each way: more than pass while nobody looks."""
+SPARE = 4
+"""Slots that pages on the device are to leave for those that come: as many as come while one goes home."""
+
+
+@dataclass(slots=True, eq=False)
+class UnitWork:
+    """What is left to do for one unit."""
+
+    unit: int
+    deadline: int
+    waits: list[Ticket]
+    """What must be over before: that its gradients are computed, above all."""
+    left: list[Page]
+    """Pages that are to be updated."""
+    future: Future[torch.cuda.Event | None] = field(default_factory=Future)
+    """Of the last page's update, when it is handed out."""
+    hurried: bool = False
+    """Whether somebody waits for it."""
+
+    @property
+    def ready(self) -> bool:
+        while self.waits and self.waits[0].over:
+            del self.waits[0]
+        return not self.waits
+
+
+class Handing:
+    """Updates that may run, and what is done for them, by one thread at a time."""
+
+    def __init__(self, executor: Executor, passage: Passage) -> None:
+        self._executor = executor
+        self._passage = passage
+        self._works: list[UnitWork] = []
+        """In the order in which they came."""
+        self._submitted = 0
+        """How many came so far."""
+        self._lock = threading.Lock()
+        self._later: tuple[tuple[int, frozenset[int]] | None, deque[Page]] = (None, deque())
+        """What may be fetched when everything at hand is on its way; as of when so many had come, and these units were
+        being updated."""
+        self.ends = False
+        """Whether nothing is fetched any more but for updates that may run."""
+
+    # --- what others call, at any time
+
+    def add(self, work: UnitWork) -> None:
+        with self._lock:
+            self._works.append(work)
+            self._submitted += 1
+
+    def hurry(self, unit: int) -> bool:
+        """Somebody waits for this unit; False: it is done."""
+        found = [work for work in tuple(self._works) if work.unit == unit]
+        for work in found:
+            work.hurried = True
+        return bool(found)
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits for updates hears of it."""
+        with self._lock:
+            for work in self._works:
+                work.future.set_exception(error)
+            self._works.clear()
+
+    # --- what one thread at a time calls
+
+    def do(self) -> bool:
+        """Hand out what can be handed out now; False: there is nothing, or it must be waited for."""
+        with self._lock:
+            works, submitted = tuple(self._works), self._submitted
+        ready = sorted((w for w in works if w.ready), key=_urgency)
+        # What came first is computed first.
+        works = (*ready, *(w for w in works if w.waits))
+        if self._fetch(works, submitted) | self._update(ready) | self._send_home(ready) or self._passage.look():
+            return True
+        if ready and self._passage.on_the_way() is None:
+            # If there is no slot, pages that cannot be updated yet have them all.
+            if not self._passage.free_slots():
+                self._passage.give_up(ready[0].unit)
+            return True
+        return False
+
+    def waits(self) -> Callable[[], None] | None:
+        """What waits until there is something to do; None: there is nothing."""
+        with self._lock:
+            unready = next((work.waits[0].finish for work in self._works if work.waits), None)
+        return self._passage.on_the_way() or unready
+
+    def end(self) -> None:
+        """What was fetched for later is given up."""
+        self.ends = False
+        self._later = (None, deque())
+        self._passage.clear()
+
+    def _fetch(self, works: Sequence[UnitWork], submitted: int) -> bool:
+        """Fetch the next page that is not there, of what is at hand or else of what comes next."""
+        if len(self._passage.coming) >= QUEUED:
+            return False
+        for work in works:
+            if self._passage.of_units[work.unit] == len(work.left):
+                continue
+            waiting = self._passage.way_home.waiting
+            page = next((p for p in work.left if p not in waiting and not self._passage.has(p)), None)
+            if page is not None:
+                return self._passage.fetch(page, lend=work.ready)
+        state = self._executor.state
+        if not state.training or self.ends or not self._passage.free_slots():
+            return False
+        known = (submitted, state.begun)
+        if self._later[0] != known:
+            at_hand = {work.unit for work in works}
+            units = [unit for unit in next_updates(self._executor.program, state) if unit not in at_hand]
+            self._later = known, deque(page for unit in units for page in self._passage.pages_of(unit))
+        later = self._later[1]
+        while later and self._passage.has(later[0]):
+            later.popleft()
+        if not later or later[0] in self._passage.way_home.waiting:
+            return False
+        return self._passage.fetch(later.popleft())
+
+    def _update(self, ready: Sequence[UnitWork]) -> bool:
+        """Update the next page that is there."""
+        for work in ready:
+            page = next((page for page in work.left if self._passage.has(page)), None)
+            if page is None and work.left:
+                continue
+            event = None
+            if page is not None:
+                work.left.remove(page)
+                event = self._passage.update(page)
+            if not work.left:
+                with self._lock:
+                    self._works.remove(work)
+                work.future.set_result(event)
+            return True
+        return False
+
+    def _send_home(self, ready: Sequence[UnitWork]) -> bool:
+        """See loans.py, Note [Way home later]."""
+        later = self._passage.loans.allowed and self._passage.free_slots(lent=True) > SPARE and self._is_left(ready)
+        return not later and len(self._passage.way_home) < QUEUED and self._passage.send_home()
+
+    def _is_left(self, ready: Sequence[UnitWork]) -> bool:
+        """Whether there are pages to fetch that can be updated at once."""
+        return any(self._passage.of_units[work.unit] < len(work.left) for work in ready)
+
+
+def _urgency(work: UnitWork) -> tuple[bool, int]:
+    return not work.hurried, work.deadline
