@@ -325,8 +325,9 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
     model, budget = request.model, request.budget
     lines = _device_lines(request, placements, limits)
     owned = sum(line.nbytes for line in lines)
-    activations = _activations(request, owned, _on(model, placements, "grad", "device"))
-    lines.append(Line("device", "activations", min(activations, budget.device - owned)))
+    rest, activations = budget.device - owned, _activations(request, owned, _on(model, placements, "grad", "device"))
+    # Once they are known, all that nobody else needs is theirs: torch's allocator takes it before it looks for holes.
+    lines.append(Line("device", "activations", rest if request.activations is not None else min(activations, rest)))
     uses_nvme = any(p.of(role) == "nvme" for p in placements for role in ROLES)
     staging = _staging_bytes(budget.host) if uses_nvme else 0
     elsewhere: tuple[TierName, ...] = ("host", "nvme")

@@ -36,6 +36,8 @@ from overspill.runtime.passage import Passage
 
 NEAR = 0.002
 """Seconds within which a loop that came by is expected again."""
+AT_ONCE = 2
+"""Pages each way that it hands out then: it has other things to do."""
 TURN = 0.0005
 """Seconds; see Note [Turns of threads]."""
 
@@ -98,8 +100,9 @@ class Pager:
             return
         try:
             with _apart(self._device):
-                while not self._closed and self._handing.do():
-                    pass
+                for _ in range(AT_ONCE):
+                    if not self._handing.do():
+                        break
         except BaseException as error:
             self._error = error
             self._fail()
