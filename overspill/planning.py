@@ -17,8 +17,9 @@ from overspill.config import FORMATS, Options, parse_nvme, parse_size
 from overspill.errors import BudgetError, OptionError, OverspillError, RankError, TierError
 from overspill.kernels.masters import KEPT
 from overspill.kernels.reference import Rule, rule_of
+from overspill.plan.memory import Request
 from overspill.plan.plan import Plan
-from overspill.plan.solver import Request, finish, improve, page_sizes, solve
+from overspill.plan.solver import finish, improve, page_sizes, solve
 from overspill.runtime import parts
 from overspill.runtime.updates import as_text
 from overspill.specs import ROLES, Activations, Budget, Limits, ModelSpec, Placement, Role, Sharding, StateFormat, human

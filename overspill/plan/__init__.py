@@ -1,6 +1,7 @@
 """The planner: from a model's description and budgets to placements, before anything is allocated.
 
 solver.py    device first, then host, then nvme; refuses what cannot work, with the smallest budget that would
+memory.py    what a plan takes on the device, line by line
 simulate.py  folds the program over the events of a step: peak bytes and traffic, without bytes
 plan.py      the Plan: placements, limits, peaks; prints as a table, turns into JSON
 

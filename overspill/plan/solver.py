@@ -8,31 +8,22 @@ that is possible; where the other tiers have no room for what does not fit besid
 and never less than the largest unit's weights.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-
-import torch
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from overspill.errors import BudgetError
+from overspill.plan.memory import NVME_BLOCK, Request, bytes_on, device_lines, simulated, taken_bytes
 from overspill.plan.plan import Line, Plan
-from overspill.plan.simulate import Simulated, simulate
-from overspill.program import WAITING, Program
 from overspill.specs import (
-    KERNEL_PIECE,
     ROLES,
     TIERS,
-    Activations,
-    Budget,
     KiB,
     Limits,
     MiB,
     ModelSpec,
-    ParamSpec,
     Placement,
     Role,
-    Stripe,
     TierName,
-    UnitSpec,
     align,
     human,
     ring_slot_bytes,
@@ -45,15 +36,6 @@ MOST_SLOTS = 128
 pass waits for. Where homes are ours to choose, states use that room for good."""
 WORTH = 1.5
 """How many times as many slots are worth a pause, if nothing else changes."""
-WORKSPACE = 4
-"""fp32 copies of a page's parameters that an optimizer's own step may hold for a moment."""
-BESIDE_MASTERS = 2
-"""More of them where the parameters are roundings of masters: those, and the widened gradients."""
-KERNEL_WORKSPACE = 10
-"""fp32 arrays of a piece's length that our own update holds: master, gradient, and what is in between."""
-CODEC_WORKSPACE = 30
-"""More of them, where states are kept in less than fp32: integers of 8 bytes, above all."""
-NVME_BLOCK = 4096
 STAGING = (128 * KiB, 8 * MiB)
 PAGE = (64 * KiB, 128 * MiB)
 DEPTHS = (4, 3, 2)
@@ -69,25 +51,6 @@ def page_sizes(device_budget: int) -> Iterator[int]:
         yield size
         size //= 4
     yield PAGE[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What is to be placed, and within what."""
-
-    model: ModelSpec
-    budget: Budget
-    dtypes: Mapping[str, str]
-    page_bytes: int
-    micro_batches: int = 1
-    place: Mapping[str, TierName] | None = None
-    """Homes that are forced instead of solved for, by role."""
-    copied_norms: bool = False
-    """Whether the norm of a 16-bit gradient takes an fp32 copy of it, as torch does without a GPU."""
-    paged: bool = False
-    """Whether pages are fetched ahead of the step, as they are on a GPU."""
-    activations: Activations | None = None
-    """What they were seen to take, with a margin; None: not known yet."""
 
 
 def solve(request: Request) -> Plan:
@@ -129,18 +92,6 @@ def _activations(request: Request, needed: int, grads: int = 0) -> int:
 # --- homes
 
 
-def _taken(unit: UnitSpec, role: Role, tier: TierName) -> int:
-    """What a role of a unit takes on a tier: on nvme every slot starts on a block of its own."""
-    if tier != "nvme":
-        return unit.role_bytes(role)
-    slots = {
-        "weight": [unit.home_bytes],
-        "grad": [p.grad_bytes for p in unit.params],
-        "state": [page.state_bytes for page in unit.pages],
-    }[role]
-    return sum(align(size, NVME_BLOCK) for size in slots)
-
-
 def _fill(request: Request, room: int, host: int) -> tuple[Placement, ...] | None:
     """Spend the device's room in the order of what a byte saves, then the host's, then nvme's; None if it is full."""
     model, nvme = request.model, request.budget.nvme
@@ -149,21 +100,16 @@ def _fill(request: Request, room: int, host: int) -> tuple[Placement, ...] | Non
     homes: dict[tuple[int, Role], TierName] = {}
     for role in ROLES:
         for index, unit in enumerate(model.units):
-            fits = [tier for tier in TIERS if _taken(unit, role, tier) <= max(left[tier], 0)]
+            fits = [tier for tier in TIERS if taken_bytes(unit, role, tier) <= max(left[tier], 0)]
             if not fits:
                 return None
             homes[index, role] = fits[0]
-            left[fits[0]] -= _taken(unit, role, fits[0])
+            left[fits[0]] -= taken_bytes(unit, role, fits[0])
     return tuple(Placement(*(homes[i, role] for role in ROLES)) for i in range(len(model.units)))
 
 
 def _staging_bytes(host: int) -> int:
     return min(max(align(host // 32, NVME_BLOCK), STAGING[0]), STAGING[1])
-
-
-def _on(model: ModelSpec, placements: tuple[Placement, ...], role: Role, tier: TierName) -> int:
-    pairs = zip(model.units, placements, strict=True)
-    return sum(_taken(u, role, tier) for u, p in pairs if p.of(role) == tier)
 
 
 # --- the device
@@ -196,68 +142,7 @@ LimitsOf = Callable[[Request, tuple[Placement, ...]], Limits]
 
 
 def _needed(request: Request, placements: tuple[Placement, ...], limits_of: LimitsOf) -> int:
-    return sum(line.nbytes for line in _device_lines(request, placements, limits_of(request, placements)))
-
-
-def _device_lines(request: Request, placements: tuple[Placement, ...], limits: Limits) -> list[Line]:
-    """Everything but activations. See program/, Note [Passing bytes]."""
-    model = request.model
-    simulated = _simulated(request, placements, limits)
-    params = [p for u in model.units for p in u.params if p.trainable]
-    gradients = max(simulated.gradients, max(map(_arriving, params), default=0))
-    if request.copied_norms and model.format.master is not None:
-        gradients += max((p.numel * torch.float32.itemsize for p in params), default=0)
-    lines = [Line("device", role, _on(model, placements, role, "device")) for role in ROLES]
-    lines.append(Line("device", "buffers", model.buffer_bytes))
-    lines.append(Line("device", "weights passing", simulated.window))
-    slots = min(limits.depth, sum(len(u.pages) for u in model.units))
-    ring = slots * ring_slot_bytes(model, placements) + _workspace(model)
-    shared = limits.depth == 1
-    lines.append(Line("device", "updates passing", 0 if shared else ring))
-    passing = max(gradients, ring) if shared else gradients
-    lines.append(Line("device", "updates or gradients passing" if shared else "gradients passing", passing))
-    lines.append(Line("device", "collectives", _collectives(model)))
-    return lines
-
-
-def _arriving(p: ParamSpec) -> int:
-    """A gradient as autograd makes it, or its sum with others: whole, whatever this rank will keep of it."""
-    return max(p.grad_bytes, p.nbytes, p.grad_item * p.numel)
-
-
-def _collectives(model: ModelSpec) -> int:
-    """Gradients of the unit that is being reduced and of those that wait for their others, and what collectives take
-    for a stripe."""
-    if not model.sharding.shared:
-        return 0
-    waiting = [sum(_arriving(p) for p in u.params if p.trainable) for u in model.units]
-    stripes = (_striped(model, stripe) for u in model.units for stripe in u.stripes)
-    return (1 + WAITING) * max(waiting, default=0) + max(stripes, default=0)
-
-
-def _striped(model: ModelSpec, stripe: Stripe) -> int:
-    """The stripe as one array; beside it what all ranks send of this rank's piece, their sum, and that rounded; or what
-    is gathered, twice over gloo. Sums may be fp32 where gradients are narrow."""
-    wider, (begin, end) = 2 if model.format.master is not None else 1, stripe.piece(model.sharding.rank)
-    whole, piece = wider * (stripe.end - stripe.begin), wider * (end - begin)
-    return max(whole + (model.sharding.size + 2) * piece, 3 * whole + piece)
-
-
-def _workspace(model: ModelSpec) -> int:
-    """What an update holds for a moment; in the first step of the user's optimizer also the states that it makes."""
-    item, format = torch.float32.itemsize, model.format
-    pages = [page for u in model.units for page in u.pages]
-    if format.fields is not None:
-        narrow = any(page.format.name != "exact" for page in pages)
-        longest = max((part.numel for page in pages for part in page.parts), default=0)
-        return (KERNEL_WORKSPACE + (CODEC_WORKSPACE if narrow else 0)) * item * min(longest, KERNEL_PIECE)
-    copies = WORKSPACE + (BESIDE_MASTERS if format.master is not None else 0)
-    sizes = [(sum(part.numel for part in page.parts) * item, page.state_bytes) for page in pages]
-    return max((max(copies * params, states) for params, states in sizes), default=0)
-
-
-def _simulated(request: Request, placements: tuple[Placement, ...], limits: Limits) -> Simulated:
-    return simulate(Program(request.model, placements, limits), micro_batches=request.micro_batches)
+    return sum(line.nbytes for line in device_lines(request, placements, limits_of(request, placements)))
 
 
 # --- when activations are known
@@ -267,8 +152,8 @@ def improve(request: Request, made: Plan, roles: tuple[Role, ...] = ROLES) -> Pl
     """A plan with more of these roles on the device than the one that was made before so much was known of activations;
     None: there is no room for more."""
     assert request.activations is not None, "only when activations are known"
-    owned = sum(line.nbytes for line in _device_lines(request, made.placements, made.limits))
-    grads = _on(request.model, made.placements, "grad", "device")
+    owned = sum(line.nbytes for line in device_lines(request, made.placements, made.limits))
+    grads = bytes_on(request.model, made.placements, "grad", "device")
     # Before and after the first gradient of a step: gradients take room only of the latter.
     seen, largest = request.activations, _largest(request.model)
     before = request.budget.device - (owned - grads) - max(seen.before, largest)
@@ -283,7 +168,7 @@ def improve(request: Request, made: Plan, roles: tuple[Role, ...] = ROLES) -> Pl
                 before -= taken if role != "grad" else 0
     limits = _with_slots(request, tuple(placements), made.limits, min(before, after))
     before -= (limits.depth - made.limits.depth) * ring_slot_bytes(request.model, tuple(placements))
-    limits = replace(limits, lent=max(0, min(before, _on(request.model, tuple(placements), "grad", "device"))))
+    limits = replace(limits, lent=max(0, min(before, bytes_on(request.model, tuple(placements), "grad", "device"))))
     alike = limits.depth < WORTH * made.limits.depth and limits.lent <= WORTH * made.limits.lent
     if tuple(placements) == made.placements and alike:
         return None
@@ -323,21 +208,24 @@ def _with_slots(request: Request, placements: tuple[Placement, ...], limits: Lim
 def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) -> Plan:
     """The plan with these homes and limits, as far as the other tiers have room for it."""
     model, budget = request.model, request.budget
-    lines = _device_lines(request, placements, limits)
+    lines = device_lines(request, placements, limits)
     owned = sum(line.nbytes for line in lines)
-    rest, activations = budget.device - owned, _activations(request, owned, _on(model, placements, "grad", "device"))
+    rest, activations = (
+        budget.device - owned,
+        _activations(request, owned, bytes_on(model, placements, "grad", "device")),
+    )
     # Once they are known, all that nobody else needs is theirs: torch's allocator takes it before it looks for holes.
     lines.append(Line("device", "activations", rest if request.activations is not None else min(activations, rest)))
     uses_nvme = any(p.of(role) == "nvme" for p in placements for role in ROLES)
     staging = _staging_bytes(budget.host) if uses_nvme else 0
     elsewhere: tuple[TierName, ...] = ("host", "nvme")
     for tier in elsewhere:
-        lines += [Line(tier, role, _on(model, placements, role, tier)) for role in ROLES]
+        lines += [Line(tier, role, bytes_on(model, placements, role, tier)) for role in ROLES]
     lines.append(Line("host", "nvme staging", 2 * staging))
     lines.append(Line("nvme", "file system", _file_system(lines)))
     if owned + _largest(model) > budget.device:
         raise BudgetError(_too_small(request, owned + _largest(model), placements))
-    moved = _simulated(request, placements, limits).moved
+    moved = simulated(request, placements, limits).moved
     plan = Plan(
         model=model,
         placements=placements,
@@ -374,7 +262,7 @@ def _tier_too_small(plan: Plan, tier: TierName, limit: int) -> str:
 def _too_small(request: Request, smallest: int, placements: tuple[Placement, ...] = ()) -> str:
     model = request.model
     homes = placements or (LEAN,) * len(model.units)
-    lines = _device_lines(request, homes, _least(request, homes))
+    lines = device_lines(request, homes, _least(request, homes))
     parts = ", ".join(f"{line.what} {human(line.nbytes)}" for line in lines if line.nbytes)
     largest = max(model.units, key=lambda u: u.weight_bytes)
     about = f"{-(-smallest // MiB)}MiB" if smallest > 16 * MiB else f"{-(-smallest // KiB)}KiB"

@@ -12,6 +12,7 @@ import torch
 
 import overspill
 from overspill.plan import solver
+from overspill.plan.memory import Request
 from overspill.program import Kind
 from overspill.runtime import handing, parts, rooms
 from overspill.runtime.loans import Loans
@@ -132,7 +133,7 @@ def test_a_plan_lends_what_activations_leave() -> None:
     model, optimizer = prepare_plain()
     made = overspill.plan(model, optimizer, gpu="64MiB", host="64MiB", place={"state": "host"}, precision="bf16")
     grads = made.bytes_of("device", "grad")
-    request = solver.Request(made.model, made.budget, {}, made.page_bytes, copied_norms=True, paged=True)
+    request = Request(made.model, made.budget, {}, made.page_bytes, copied_norms=True, paged=True)
     rest = made.budget.device - made.peak("device") + made.bytes_of("device", "activations")
     for before, lent in ((0, grads), (rest + grads // 2, grads - grads // 2), (rest + grads, 0)):
         seen = dataclasses.replace(request, activations=Activations(before, rest))

@@ -6,8 +6,9 @@ import re
 import pytest
 
 from overspill.errors import BudgetError
+from overspill.plan.memory import Request
 from overspill.plan.plan import Plan
-from overspill.plan.solver import Request, improve, page_sizes, solve
+from overspill.plan.solver import improve, page_sizes, solve
 from overspill.specs import ROLES, Activations, Budget, GiB, KiB, MiB, ModelSpec
 from tests.null.test_program import unit
 

@@ -1,0 +1,133 @@
+"""What a plan takes on the device, line by line, beside activations; and what roles take on each tier."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from overspill.plan.plan import Line
+from overspill.plan.simulate import Simulated, simulate
+from overspill.program import WAITING, Program
+from overspill.specs import (
+    KERNEL_PIECE,
+    ROLES,
+    Activations,
+    Budget,
+    Limits,
+    ModelSpec,
+    ParamSpec,
+    Placement,
+    Role,
+    Stripe,
+    TierName,
+    UnitSpec,
+    align,
+    ring_slot_bytes,
+)
+
+WORKSPACE = 4
+"""fp32 copies of a page's parameters that an optimizer's own step may hold for a moment."""
+BESIDE_MASTERS = 2
+"""More of them where the parameters are roundings of masters: those, and the widened gradients."""
+KERNEL_WORKSPACE = 10
+"""fp32 arrays of a piece's length that our own update holds: master, gradient, and what is in between."""
+CODEC_WORKSPACE = 30
+"""More of them, where states are kept in less than fp32: integers of 8 bytes, above all."""
+NVME_BLOCK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be placed, and within what."""
+
+    model: ModelSpec
+    budget: Budget
+    dtypes: Mapping[str, str]
+    page_bytes: int
+    micro_batches: int = 1
+    place: Mapping[str, TierName] | None = None
+    """Homes that are forced instead of solved for, by role."""
+    copied_norms: bool = False
+    """Whether the norm of a 16-bit gradient takes an fp32 copy of it, as torch does without a GPU."""
+    paged: bool = False
+    """Whether pages are fetched ahead of the step, as they are on a GPU."""
+    activations: Activations | None = None
+    """What they were seen to take, with a margin; None: not known yet."""
+
+
+def taken_bytes(unit: UnitSpec, role: Role, tier: TierName) -> int:
+    """What a role of a unit takes on a tier: on nvme every slot starts on a block of its own."""
+    if tier != "nvme":
+        return unit.role_bytes(role)
+    slots = {
+        "weight": [unit.home_bytes],
+        "grad": [p.grad_bytes for p in unit.params],
+        "state": [page.state_bytes for page in unit.pages],
+    }[role]
+    return sum(align(size, NVME_BLOCK) for size in slots)
+
+
+def bytes_on(model: ModelSpec, placements: tuple[Placement, ...], role: Role, tier: TierName) -> int:
+    pairs = zip(model.units, placements, strict=True)
+    return sum(taken_bytes(u, role, tier) for u, p in pairs if p.of(role) == tier)
+
+
+def device_lines(request: Request, placements: tuple[Placement, ...], limits: Limits) -> list[Line]:
+    """Everything but activations. See program/, Note [Passing bytes]."""
+    model = request.model
+    passing = simulated(request, placements, limits)
+    params = [p for u in model.units for p in u.params if p.trainable]
+    gradients = max(passing.gradients, max(map(_arriving, params), default=0))
+    if request.copied_norms and model.format.master is not None:
+        gradients += max((p.numel * torch.float32.itemsize for p in params), default=0)
+    lines = [Line("device", role, bytes_on(model, placements, role, "device")) for role in ROLES]
+    lines.append(Line("device", "buffers", model.buffer_bytes))
+    lines.append(Line("device", "weights passing", passing.window))
+    slots = min(limits.depth, sum(len(u.pages) for u in model.units))
+    ring = slots * ring_slot_bytes(model, placements) + _workspace(model)
+    shared = limits.depth == 1
+    lines.append(Line("device", "updates passing", 0 if shared else ring))
+    both = max(gradients, ring) if shared else gradients
+    lines.append(Line("device", "updates or gradients passing" if shared else "gradients passing", both))
+    lines.append(Line("device", "collectives", _collectives(model)))
+    return lines
+
+
+def _arriving(p: ParamSpec) -> int:
+    """A gradient as autograd makes it, or its sum with others: whole, whatever this rank will keep of it."""
+    return max(p.grad_bytes, p.nbytes, p.grad_item * p.numel)
+
+
+def _collectives(model: ModelSpec) -> int:
+    """Gradients of the unit that is being reduced and of those that wait for their others, and what collectives take
+    for a stripe."""
+    if not model.sharding.shared:
+        return 0
+    waiting = [sum(_arriving(p) for p in u.params if p.trainable) for u in model.units]
+    stripes = (_striped(model, stripe) for u in model.units for stripe in u.stripes)
+    return (1 + WAITING) * max(waiting, default=0) + max(stripes, default=0)
+
+
+def _striped(model: ModelSpec, stripe: Stripe) -> int:
+    """The stripe as one array; beside it what all ranks send of this rank's piece, their sum, and that rounded; or what
+    is gathered, twice over gloo. Sums may be fp32 where gradients are narrow."""
+    wider, (begin, end) = 2 if model.format.master is not None else 1, stripe.piece(model.sharding.rank)
+    whole, piece = wider * (stripe.end - stripe.begin), wider * (end - begin)
+    return max(whole + (model.sharding.size + 2) * piece, 3 * whole + piece)
+
+
+def _workspace(model: ModelSpec) -> int:
+    """What an update holds for a moment; in the first step of the user's optimizer also the states that it makes."""
+    item, format = torch.float32.itemsize, model.format
+    pages = [page for u in model.units for page in u.pages]
+    if format.fields is not None:
+        narrow = any(page.format.name != "exact" for page in pages)
+        longest = max((part.numel for page in pages for part in page.parts), default=0)
+        return (KERNEL_WORKSPACE + (CODEC_WORKSPACE if narrow else 0)) * item * min(longest, KERNEL_PIECE)
+    copies = WORKSPACE + (BESIDE_MASTERS if format.master is not None else 0)
+    sizes = [(sum(part.numel for part in page.parts) * item, page.state_bytes) for page in pages]
+    return max((max(copies * params, states) for params, states in sizes), default=0)
+
+
+def simulated(request: Request, placements: tuple[Placement, ...], limits: Limits) -> Simulated:
+    return simulate(Program(request.model, placements, limits), micro_batches=request.micro_batches)
