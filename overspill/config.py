@@ -22,7 +22,7 @@ FORMATS = ("exact", "bf16", "compact")
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("bf16", "fp16", "fp32"),
     "states": FORMATS,
-    "update": ("lazy", "eager"),
+    "update": ("lazy", "eager", "delayed"),
     "zero": ("auto", 0, 1, 2, 3),
     "activations": ("keep",),
     "kernels": ("auto", "torch"),
@@ -31,7 +31,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 """What this version can do."""
 
 LATER: dict[str, tuple[Any, ...]] = {
-    "update": ("delayed",),
     "activations": ("recompute", "offload", "auto"),
 }
 """What belongs to the design and is refused until it works."""
@@ -47,6 +46,7 @@ class Options:
     precision: str = "bf16"
     states: str = "exact"
     update: str = "lazy"
+    delay_after: int = 40
     zero: str | int = "auto"
     activations: str = "keep"
     micro_batches: int = 1
@@ -61,6 +61,8 @@ class Options:
             _check_choice(name, getattr(self, name), allowed)
         if not isinstance(self.micro_batches, int) or isinstance(self.micro_batches, bool) or self.micro_batches < 1:
             raise OptionError(f"expected micro_batches= to be a whole number from 1, found {self.micro_batches!r}")
+        if not isinstance(self.delay_after, int) or isinstance(self.delay_after, bool) or self.delay_after < 0:
+            raise OptionError(f"expected delay_after= to be a whole number from 0, found {self.delay_after!r}")
         for name in ("gpu", "host"):
             parse_size(name, getattr(self, name), there=2**60)
         parse_nvme(self.nvme)

@@ -97,7 +97,8 @@ def forms_of(optimizer: torch.optim.Optimizer, chosen: Options, sharding: Shardi
             f"expected states='exact' where the optimizer's own step runs, found {chosen.states!r}; other formats are "
             "for torch's Adam, AdamW, SGD and Adagrad, with precision='bf16' or 'fp16' and kernels='auto'"
         )
-    return Forms(dtype, wide, format, StateProbe(optimizer).bytes_of, sharding, chosen.states, said)
+    grads = 2 if chosen.update == "delayed" else 1
+    return Forms(dtype, wide, format, StateProbe(optimizer).bytes_of, sharding, chosen.states, grads, said)
 
 
 def _format(name: Any) -> str:

@@ -112,10 +112,11 @@ def data_parallel_ranks(model: nn.Module, chosen: Options, device: torch.device)
 
 
 def refuse_eager_ranks(chosen: Options, comm: Comm | None) -> None:
-    if chosen.update == "eager" and comm is not None:
+    if chosen.update != "lazy" and comm is not None:
         comm.close()
         raise OptionError(
-            "expected update='lazy' over several ranks, found 'eager', which works with one process only as yet"
+            f"expected update='lazy' over several ranks, found {chosen.update!r}, which works with one process only as "
+            "yet"
         )
 
 
@@ -199,7 +200,7 @@ def build_engine(
         extend = _Extend(made, planned, paths, tiers, device)
         source = source_of(model, chosen.weights, device, comm)
         materials = Materials(device, optimizer, update_rule(optimizer, chosen), source, extend, comm)
-        program = dataclasses.replace(made.program, eager=chosen.update == "eager")
+        program = dataclasses.replace(made.program, eager=chosen.update != "lazy")
         built = build(laid_out, program, tiers, materials)
         undo.pop_all()
     buffers = tuple((buffer, buffer.device) for buffer in model.buffers())
@@ -226,6 +227,7 @@ def build_engine(
         optimizer=optimizer,
         held=held,
         eager=chosen.update == "eager",
+        delay_after=chosen.delay_after if chosen.update == "delayed" else None,
     )
     return Engine(model, parts)
 

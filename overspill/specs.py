@@ -198,6 +198,8 @@ class ParamSpec:
     """Whether the weight is the rounding of a master, of which the rest is kept beside the states."""
     states: str = "exact"
     """The format of what is kept for it."""
+    grads: int = 1
+    """Gradients that there is room for: two, where one is kept while the next is made."""
 
     @property
     def numel(self) -> int:
@@ -270,7 +272,7 @@ class UnitSpec:
 
     @property
     def grad_bytes(self) -> int:
-        return sum(p.grad_bytes for p in self.params)
+        return sum(p.grad_bytes * p.grads for p in self.params)
 
     @property
     def state_bytes(self) -> int:

@@ -9,29 +9,71 @@ from overspill.errors import OptionError
 from overspill.report.plot import INK, STYLE, TIER_COLORS
 
 OURS_COLOR, PEER_COLOR = "#c8553d", "#9fb3c8"
+WAY_COLORS = (INK, OURS_COLOR, "#3d7ea6", "#5b8c5a", "#8e6c8a")
 GB = 1e9
 FLOOR = "compute"
 """The engine that nobody can overtake."""
 
 
 def draw(body: Mapping[str, Any], path: Path) -> None:
-    """Write the picture of what `overspill bench step` found."""
+    """Write the picture of what `overspill bench step` or `quality` found."""
     import matplotlib
-    from matplotlib.figure import Figure
 
-    if "engines" not in body:
+    drawn = _engines if "engines" in body else _curves if "curves" in body else None
+    if drawn is None:
         raise OptionError(
-            f"expected a result of overspill bench step, found one of {body.get('what', 'something else')}"
+            f"expected a result of overspill bench step or quality, found one of {body.get('what', 'something else')}"
         )
-    done = [row for row in body["engines"] if row["ok"]]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12.5, 1.9 + 0.42 * max(3, len(done))), dpi=130, layout="constrained")
-        speed, memory = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
-        _speed(speed, done)
-        _memory(memory, done)
-        figure.suptitle(title(body), x=0.012, ha="left", fontsize=12, fontweight="bold")
+        figure = drawn(body)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
+
+
+def _engines(body: Mapping[str, Any]) -> Any:
+    from matplotlib.figure import Figure
+
+    done = [row for row in body["engines"] if row["ok"]]
+    figure = Figure(figsize=(12.5, 1.9 + 0.42 * max(3, len(done))), dpi=130, layout="constrained")
+    speed, memory = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
+    _speed(speed, done)
+    _memory(memory, done)
+    figure.suptitle(title(body), x=0.012, ha="left", fontsize=12, fontweight="bold")
+    return figure
+
+
+def _curves(body: Mapping[str, Any]) -> Any:
+    """A panel per case, a line per way to keep states; training losses are averages of some steps."""
+    from matplotlib.figure import Figure
+
+    cases, lesson = list(body["cases"]), body["lesson"]
+    figure = Figure(figsize=(12.5, 4.2 * -(-len(cases) // 2) + 0.4), dpi=130, layout="constrained")
+    panels = figure.subplots(-(-len(cases) // 2), 2, squeeze=False).flatten()
+    for axes, case in zip(panels, cases, strict=False):
+        rows = [row for row in body["curves"] if row["case"] == case and row["ok"]]
+        lowest = min((loss for row in rows for _, loss in row["validation"]), default=0.0)
+        for number, row in enumerate(rows):
+            color, style = WAY_COLORS[number % len(WAY_COLORS)], ("-", "--", "-.", ":")[number % 4]
+            axes.plot(*_smooth(row["losses"]), color=color, linewidth=0.8, alpha=0.35)
+            name = f"{row['way']}: {row['final']:.4f}"
+            axes.plot(*zip(*row["validation"], strict=True), color=color, linewidth=1.6, linestyle=style, label=name)
+        # The beginning is high, and the same for all.
+        axes.set(title=f"{case}: {body['cases'][case]}", xlabel="step", ylabel="loss (validation: thick)")
+        axes.title.set_fontsize(9)
+        axes.set_ylim(lowest - 0.08, lowest + 1.2)
+        axes.legend(loc="upper right", title="states, and last validation loss")
+    for axes in panels[len(cases) :]:
+        axes.set_axis_off()
+    size = f"{lesson['layers']} layers of {lesson['hidden']}, {lesson['steps']:,} steps"
+    figure.suptitle(f"A small GPT of {size}", x=0.012, ha="left", fontsize=12, fontweight="bold")
+    return figure
+
+
+def _smooth(losses: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Steps, and averages of the losses up to them."""
+    width = max(1, len(losses) // 60)
+    ends = range(width, len(losses) + 1, width)
+    return list(ends), [sum(losses[end - width : end]) / width for end in ends]
 
 
 def title(body: Mapping[str, Any]) -> str:

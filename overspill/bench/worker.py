@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import torch
 
 import overspill
-from overspill.bench import facts, measuring, models, searching, timing
+from overspill.bench import facts, learning, measuring, models, searching, timing
 from overspill.bench.engines import Ready
 from overspill.bench.jobs import Job, read_job
 from overspill.bench.models import Batches
@@ -190,12 +190,19 @@ def search_by_trying(job: Job, events: Events) -> dict[str, Any]:
     return searching.largest_tried(job, lambda text: events.say(news=text))
 
 
+def learn(job: Job, events: Events) -> dict[str, Any]:
+    events.phase("learn")
+    keywords = None if job.engine == learning.PLAIN else job.keywords
+    return learning.learn(learning.Lesson(**job.lesson), keywords, lambda done, of: events.news("learn", done, of))
+
+
 KINDS: dict[str, Callable[[Job, Events], dict[str, Any]]] = {
     "train": train,
     "link": link,
     "rates": measure_rates,
     "plan": search_by_plan,
     "fit": search_by_trying,
+    "learn": learn,
 }
 
 

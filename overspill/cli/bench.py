@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
-from overspill.bench import asking, configurations, largest, results, steps
+from overspill.bench import asking, configurations, largest, quality, results, steps
 from overspill.bench import chart as charts
 from overspill.bench.jobs import BUILDS, Training
+from overspill.bench.learning import CASES, Lesson
 from overspill.bench.models import LLAMA
 from overspill.bench.peers import NAMES
 from overspill.bench.results import Files
@@ -21,7 +22,7 @@ app.add_typer(bench, name="bench")
 
 MODEL, WORK, ENGINES, FILES = "The model", "A step", "Engines", "Files"
 DEFAULT_PEERS = "compute,torch"
-_T = Training()
+_T, _L = Training(), Lesson()
 
 Folder = Annotated[
     Path | None, o.described(MODEL, "Folder of a Transformers model; its config is enough.", "a Llama of 3.14 B")
@@ -178,6 +179,54 @@ def max_size(
     files = Files("max-size", out, None, results.head("overspill bench max-size", commit))
     cases = largest.run(asked, files)
     typer.echo(f"\n{largest.summary(cases)}\n{files}")
+
+
+_CASES, _WAYS = ",".join(CASES), ",".join(quality.WAYS)
+CaseList = Annotated[str, o.described(WORK, f"Some of {', '.join(CASES)}.", _CASES, "--cases")]
+WayList = Annotated[
+    str, o.described(ENGINES, f"Some of {', '.join(quality.WAYS)}.", ",".join(quality.WAYS), "--states")
+]
+AtOnce = Annotated[int, o.described(ENGINES, "Processes side by side.", 1)]
+
+
+@bench.command(name="quality")
+def quality_(
+    cases: CaseList = _CASES,
+    ways: WayList = _WAYS,
+    learned: Annotated[int, o.described(WORK, "Steps of each.", _L.steps, "--steps")] = _L.steps,
+    layers: Annotated[int, o.described(MODEL, "Its blocks.", _L.layers)] = _L.layers,
+    hidden: Annotated[int, o.described(MODEL, "Its width.", _L.hidden)] = _L.hidden,
+    heads: Annotated[int, o.described(MODEL, "Its attention heads.", _L.heads)] = _L.heads,
+    seq: Annotated[int, o.described(WORK, "Bytes in a sequence.", _L.seq)] = _L.seq,
+    batch: Annotated[int, o.described(WORK, "Sequences in a step.", _L.batch)] = _L.batch,
+    lr: Annotated[float, o.described(WORK, "Learning rate.", _L.lr)] = _L.lr,
+    at_once: AtOnce = 1,
+    limit: Annotated[float, o.described(ENGINES, "Seconds that each has.", 3600)] = 3600.0,
+    out: Out = None,
+    chart: Chart = None,
+    commit: Commit = None,
+) -> None:
+    """Train a small GPT with states kept in every format, and by torch alone: whether it learns as well."""
+    need("transformers", *(["matplotlib"] if chart else []))
+    for name, value in (("steps", learned), ("layers", layers), ("batch", batch), ("at_once", at_once)):
+        asking.at_least(name, value, 1)
+    asking.at_least("seq", seq, 2)
+    if heads < 1 or hidden % heads:
+        raise OptionError(f"expected --heads that divide --hidden {hidden}, found {heads}; change one")
+    for name, told, known in (("cases", cases, tuple(CASES)), ("states", ways, tuple(quality.WAYS))):
+        for each in asking.listed(told):
+            asking.one_of(name, each, known)
+    asked = quality.Run(
+        lesson=Lesson(steps=learned, layers=layers, hidden=hidden, heads=heads, seq=seq, batch=batch, lr=lr),
+        cases=asking.listed(cases),
+        ways=asking.listed(ways),
+        at_once=at_once,
+        limit=limit,
+    )
+    files = Files("quality", out, chart, results.head("overspill bench quality", commit))
+    found = quality.run(asked, files)
+    files.draw()
+    typer.echo(f"\n{quality.summary(found)}\n{files}")
 
 
 @bench.command()

@@ -61,7 +61,7 @@ def taken_bytes(unit: UnitSpec, role: Role, tier: TierName) -> int:
         return unit.role_bytes(role)
     slots = {
         "weight": [unit.home_bytes],
-        "grad": [p.grad_bytes for p in unit.params],
+        "grad": [p.grad_bytes for p in unit.params for _ in range(p.grads)],
         "state": [page.state_bytes for page in unit.pages],
     }[role]
     return sum(align(size, NVME_BLOCK) for size in slots)

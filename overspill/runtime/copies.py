@@ -1,6 +1,7 @@
 """Host copies of parameters for state dicts: torch's own `state_dict` reads a closed parameter and gets one, in the
 precision of its master."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -8,6 +9,9 @@ from torch import Tensor, nn
 
 from overspill.runtime.parts import Parts
 from overspill.units.local import local_of, wrapped
+
+
+def _nothing() -> None: ...
 
 
 class Bringer(Protocol):
@@ -23,6 +27,8 @@ class Copies:
         self._parts = parts
         self._modules: list[int] = []
         self._made: dict[int, Tensor] = {}
+        self.looks: Callable[[], None] = _nothing
+        """Called before a state dict is made."""
 
     def begin(self, module: nn.Module) -> None:
         """A module's part of a state dict begins; the parts of its children lie inside."""
@@ -30,6 +36,7 @@ class Copies:
             # An earlier state dict broke off with an error before it ended.
             self._modules.clear()
         if not self._modules:
+            self.looks()
             self._made.clear()
             self._parts.check_copies(sum(map(self._nbytes, module.parameters())), "state_dict")
         self._modules.append(id(module))

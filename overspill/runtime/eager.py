@@ -1,19 +1,18 @@
 """update="eager": the update of a unit begins in the backward pass, as soon as its gradients are complete.
 
-Nothing may change a gradient between that moment and `step()`, so there is no clipping by a norm of all. And somebody
-must say which backward pass is the last before `step()`: all are, but those inside of `no_sync()`. What would be
+Nothing may change a gradient between that moment and `step()`, so there is no clipping by a norm of all. What would be
 silently different from a plain loop is refused: another learning rate at `step()`, and any look at weights or states
 before it, of which some are new already.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from overspill.errors import StateError
+from overspill.runtime.arrivals import Arrivals
 from overspill.runtime.generation import Generation
 from overspill.runtime.handle import gradient_of
 from overspill.runtime.updates import same_values, snapshot
@@ -33,11 +32,12 @@ class _Begun:
 
 
 class Eager:
-    """Counts the gradients of each unit."""
+    """Knows which updates have begun, and what they took."""
 
     def __init__(
         self,
         units: Sequence[Unit],
+        arrivals: Arrivals,
         groups: list[dict[str, Any]],
         take: Take,
         spoil: Callable[[BaseException], None],
@@ -46,27 +46,9 @@ class Eager:
         self._units = units
         self._groups = groups
         self._take = take
-        place = {id(p): u for u, unit in enumerate(units) for p in unit.params}
-        self._members: dict[int, list[tuple[int, list[nn.Parameter]]]] = {}
-        for g, group in enumerate(groups):
-            own: dict[int, list[nn.Parameter]] = {}
-            for p in group["params"]:
-                if p.requires_grad:
-                    own.setdefault(place[id(p)], []).append(p)
-            for unit, params in own.items():
-                self._members.setdefault(unit, []).append((g, params))
-        self._missing: dict[int, set[int]] = {}
+        self._arrivals = arrivals
+        self.no_sync = arrivals.no_sync
         self._taken: dict[int, _Begun] = {}
-        self._held = 0
-        """How many `no_sync` contexts are open."""
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self._held += 1
-        try:
-            yield
-        finally:
-            self._held -= 1
 
     def check(self, units: Iterable[int] | None = None) -> None:
         """Refuse a look at units whose updates have begun before the step that they belong to; None: at any unit."""
@@ -94,22 +76,17 @@ class Eager:
                 f"expected nobody to hold views of gradients with update='eager', found some of that of {name!r}: "
                 "changes through them would be lost; let them go, or use update='lazy'"
             )
-        if self._held or unit not in self._members:
-            return
-        if unit not in self._missing:
-            self._missing[unit] = {id(p) for _, params in self._members[unit] for p in params}
-        self._missing[unit].discard(id(self._units[unit].params[param]))
-        if not self._missing[unit]:
+        if self._arrivals.complete(unit, param):
             self._begin(unit)
 
     def _begin(self, unit: int) -> None:
-        params = [p for _, own in self._members[unit] for p in own]
+        params = [p for _, own in self._arrivals.members[unit] for p in own]
         found = [(p, generation) for p in params if (generation := gradient_of(p)) is not None]
         if len(found) < len(params):
             # Some are tensors of the user's own, which may still be written to: with the step, as in lazy.
             return
-        if self._take(unit, [{**self._groups[g], "params": own} for g, own in self._members[unit]]):
-            self._taken[unit] = _Begun(found, {g: snapshot(self._groups[g]) for g, _ in self._members[unit]})
+        if self._take(unit, [{**self._groups[g], "params": own} for g, own in self._arrivals.members[unit]]):
+            self._taken[unit] = _Begun(found, {g: snapshot(self._groups[g]) for g, _ in self._arrivals.members[unit]})
             for _, generation in found:
                 generation.spent = True
 
@@ -138,5 +115,5 @@ class Eager:
                 generation.spent = False
         taken = frozenset(self._taken)
         self._taken.clear()
-        self._missing.clear()
+        self._arrivals.forget()
         return taken

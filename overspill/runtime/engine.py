@@ -11,7 +11,9 @@ from torch import nn
 from overspill.errors import StateError
 from overspill.program import Begin, Due, Mark, Settle, Step
 from overspill.runtime import hooks
+from overspill.runtime.arrivals import Arrivals
 from overspill.runtime.buffers import SharedBuffers
+from overspill.runtime.delayed import Delayed
 from overspill.runtime.door import HANDLE, set_door
 from overspill.runtime.eager import Eager
 from overspill.runtime.generation import Generation
@@ -21,8 +23,9 @@ from overspill.runtime.parts import Parts
 from overspill.runtime.precision import cast_inputs
 from overspill.runtime.residency import Residency
 from overspill.runtime.rounds import Rounds
-from overspill.runtime.steps import Steps
+from overspill.runtime.steps import Jobs, Steps
 from overspill.runtime.untraced import untraced
+from overspill.runtime.updates import Job
 from overspill.runtime.watch import ShapeWatch
 from overspill.units.local import local_of, part_for, wrapped
 
@@ -45,6 +48,7 @@ class Engine:
         self.units = parts.units
         self.closed = False
         self.eager: Eager | None = None
+        self.delayed: Delayed | None = None
         self.residency = Residency(model, parts)
         # Weakly, because what is in `p.grad` refers to all this where Python's garbage collector does not look.
         trained = [weakref.ref(p) for unit in self.units for p in unit.params if p.requires_grad]
@@ -88,6 +92,8 @@ class Engine:
         """The root is called: look whether the model is still the same, bring the inputs."""
         self._watch.check(call=True)
         self.residency.copies.forget()
+        if not torch.is_grad_enabled():
+            self.look()
         if self.planner is not None:
             graph = torch.is_grad_enabled()
             # What only looks at the model brings its caches along, which are there already.
@@ -114,8 +120,8 @@ class Engine:
         handed = gradient is not None and isinstance(local_of(gradient), GradHandle)
         if handed and self.rounds is not None:
             self.rounds.arrived(unit, param)
-        if handed and self.eager is not None:
-            self.eager.arrived(unit, param)
+        if handed:
+            self._is_there(unit, param)
         if gradient is None or handed:
             return
         owned = own is not None and own() is gradient
@@ -137,28 +143,42 @@ class Engine:
         self._hand_out(p, grads.arrive(unit, param, part_for(p, gradient.detach())))
         if self.rounds is not None:
             self.rounds.arrived(unit, param)
-        if self.eager is not None:
-            self.eager.arrived(unit, param)
+        self._is_there(unit, param)
+
+    def _is_there(self, unit: int, param: int) -> None:
+        """A gradient, for updates that begin in backward."""
+        begins = self.eager or self.delayed
+        if begins is not None:
+            begins.arrived(unit, param)
 
     # --- the optimizer and the API call these
 
-    def be_eager(self, groups: list[dict[str, Any]]) -> None:
-        """Begin updates in backward from now on. See eager.py."""
-        itself = weakref.proxy(self)
+    def time_updates(self, groups: list[dict[str, Any]]) -> None:
+        """Begin updates in backward from now on, if that is asked for. See eager.py and delayed.py."""
+        itself, after = weakref.proxy(self), self.parts.delay_after
 
-        def take(unit: int, own: list[dict[str, Any]]) -> bool:
+        def begin(unit: int, jobs: list[Job]) -> bool:
             if unit in itself.executor.state.pending:
                 itself._settle((unit,))
             with itself.executor.views:
                 if _is_seen(itself, unit):
                     # Whoever holds views of weights would see them before their step.
                     return False
-            itself.parts.made.updates.put(unit, tuple(itself.steps.jobs(own)[unit]))
+            itself.parts.made.updates.put(unit, tuple(jobs))
             itself.executor(Due(frozenset((unit,))))
             return True
 
-        self.eager = Eager(self.units, groups, take, self.executor.give_up)
-        self.residency.check_use = self.eager.check
+        if self.parts.eager:
+
+            def take(unit: int, own: list[dict[str, Any]]) -> bool:
+                return begin(unit, itself.steps.jobs(own)[unit])
+
+            self.eager = Eager(self.units, Arrivals(self.units, groups), groups, take, self.executor.give_up)
+            self.residency.check_use = self.eager.check
+        if after is not None:
+            self.delayed = Delayed(self.units, Arrivals(self.units, groups), after, begin)
+            self.residency.check_use = self.delayed.check
+            self.residency.copies.looks = itself.look
 
     @untraced
     def step(self, groups: list[dict[str, Any]]) -> None:
@@ -167,11 +187,12 @@ class Engine:
         self.residency.turns.take()
         self._watch.check()
         self.residency.copies.forget()
-        begun = self.eager.step() if self.eager is not None else frozenset[int]()
+        begins = self.eager or self.delayed
+        begun = begins.step() if begins is not None else frozenset[int]()
         self._settle(tuple(sorted(self.executor.state.pending - begun)))
         if self.rounds is not None:
             self.rounds.meet_to_step(groups)
-        jobs = self.steps.jobs(groups, begun)
+        jobs = self.steps.jobs(groups, begun if self.eager is not None else frozenset())
         if self.rounds is not None:
             self.rounds.step((unit, due.param) for unit, todo in jobs.items() for job in todo for due in job.due)
         if not jobs and not begun:
@@ -181,9 +202,8 @@ class Engine:
             )
         if not self.steps.finite(jobs):
             jobs.clear()
-        for unit, todo in jobs.items():
-            self.parts.made.updates.put(unit, tuple(todo))
-        self.executor(Step(frozenset(jobs), self.residency.held()))
+        jobs = self._exchanged(jobs)
+        self._put(jobs)
         self.residency.forget()
         with self.executor.views:
             seen = tuple(u for u in (*jobs, *begun) if _is_seen(self, u))
@@ -198,11 +218,40 @@ class Engine:
     def settle(self) -> None:
         """Finish pending updates, bring everything home, and wait until it is there."""
         self.check_open()
-        if self.eager is not None:
-            self.eager.check()
+        begins = self.eager or self.delayed
+        if begins is not None:
+            begins.check()
         self.residency.turns.take()
+        self.look()
+        self.rest()
+
+    def rest(self) -> None:
+        """Finish updates that are due, bring everything home, and wait until it is there."""
         self._settle()
         self.executor.finish()
+
+    def look(self) -> None:
+        """Somebody looks from outside: what a step took that is to be applied later is due now. See delayed.py."""
+        due = self.delayed.flush() if self.delayed is not None else {}
+        if due:
+            self._settle(tuple(sorted(self.executor.state.pending & due.keys())))
+            self._put(due)
+
+    def _put(self, jobs: Jobs) -> None:
+        for unit, todo in jobs.items():
+            self.parts.made.updates.put(unit, tuple(todo))
+        self.executor(Step(frozenset(jobs), self.residency.held()))
+
+    def _exchanged(self, jobs: Jobs) -> Jobs:
+        """What is due now, if steps are applied later."""
+        if self.delayed is None:
+            return jobs
+        due = self.delayed.exchange(jobs)
+        if due is not jobs:
+            keep = self.parts.made.grads.bytes.keep
+            for taken in (taken for todo in jobs.values() for job in todo for taken in job.due):
+                keep(taken.generation)
+        return due
 
     def _settle(self, units: tuple[int, ...] | None = None) -> None:
         self.executor(Settle(units, self.residency.held()))
@@ -227,8 +276,10 @@ class Engine:
     def close(self) -> None:
         """Give a plain model back: weights on the devices they came from, gradients in `p.grad`."""
         self.check_open()
-        if self.eager is not None:
-            self.eager.check()
+        begins = self.eager or self.delayed
+        if begins is not None:
+            begins.check()
+        self.look()
         if self.rounds is not None:
             self.rounds.meet_to_close(-1)
         # Not `settle`: what is given back is never written home again, whoever holds views of it.

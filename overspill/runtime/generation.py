@@ -116,6 +116,10 @@ class Generation:
     """Whether an update that has begun took it, before the step that it belongs to."""
     stepped = False
     """Whether a step took it, and nothing was added since."""
+    kept = False
+    """Whether a step took it that is applied later. See delayed.py."""
+    home: Any = None
+    """Where its bytes are, if that is another one's home by now."""
     local = False
     """Whether other ranks have another one, which is still to be added."""
 
@@ -129,6 +133,8 @@ class Generation:
         self.factor = factor
         self.zero = value is None
         self.todo: list[Change] = []
+        self.made = 0
+        """Changes that are in its bytes already."""
         self.norms: dict[float, Tensor] = {}
         """Of what this rank has of it."""
         self.whole_norms: dict[float, tuple[Tensor, Tensor]] = {}
@@ -154,6 +160,15 @@ class Generation:
             change.on(self.value, self.span)  # type: ignore[arg-type]
         else:
             self.todo.append(change)
+
+    @property
+    def changes(self) -> int:
+        """How many there were so far."""
+        return self.made + len(self.todo)
+
+    def waiting(self, changes: int) -> list[Change]:
+        """Of the first so many changes, those that are not made yet."""
+        return self.todo[: max(0, changes - self.made)]
 
     @property
     def viewed(self) -> bool:
@@ -210,6 +225,7 @@ class Generation:
         self.dtype, self.factor = self.value.dtype, None
         for change in self.todo:
             change.on(self.value, self.span)
+        self.made += len(self.todo)
         self.todo.clear()
         self.norms.clear()
         self.raw_norm = None

@@ -24,13 +24,22 @@ Widen = Callable[[int, int], Home | None]
 """(unit, param) -> room for a wide gradient; None where gradients live on the device. See Note [Unplanned width]."""
 
 
+Homes = Sequence[Home]
+"""Of a gradient: none where it lives on the device; two where one is kept beside the next."""
+
+
 class GradientBytes:
-    """`homes[unit][param]` is None where gradients live on the device."""
+    """`homes[unit][param]`."""
 
     def __init__(
-        self, homes: Sequence[Sequence[Home | None]], widen: Widen, executor: Executor, collector: Collector | None
+        self, homes: Sequence[Sequence[Homes]], widen: Widen, executor: Executor, collector: Collector | None
     ) -> None:
-        self._homes = {(u, i): home for u, row in enumerate(homes) for i, home in enumerate(row)}
+        every = {(u, i): each for u, row in enumerate(homes) for i, each in enumerate(row)}
+        self._homes: dict[tuple[int, int], Home | None] = {
+            key: each[0] if each else None for key, each in every.items()
+        }
+        self._others = {key: each[1] for key, each in every.items() if len(each) > 1}
+        """Where the next gradient lives while this one is kept."""
         self._left: dict[tuple[int, int], tuple[Home | None, bool]] = {}
         """Homes of gradients that moved in, and whether they are wide."""
         self._widen = widen
@@ -45,6 +54,20 @@ class GradientBytes:
 
     def home(self, unit: int, param: int) -> Home | None:
         return self._homes[unit, param]
+
+    def home_of(self, generation: Generation) -> Home | None:
+        """Of its own bytes."""
+        found: Home | None = generation.home
+        return self._homes[generation.unit, generation.param] if found is None else found
+
+    def keep(self, generation: Generation) -> None:
+        """A step took it that is applied later: the next one gets another home."""
+        key = (generation.unit, generation.param)
+        home = self._homes[key]
+        if home is None or key not in self._others or not self.is_at(generation):
+            return
+        generation.home, self._homes[key], self._others[key] = home, self._others[key], home
+        del self._owner[key]
 
     def move_in(self, unit: int) -> None:
         """A unit's gradients live on the device from now on. None of them has bytes, but older ones that somebody
@@ -131,6 +154,7 @@ class GradientBytes:
         if generation.narrow or key in self.widened or room * generation.dtype.itemsize <= spec.grad_bytes:
             return
         self._homes[key] = self._widen(*key)
+        self._others.pop(key, None)
         self.widened.add(key)
 
     def claim(self, generation: Generation) -> None:
@@ -151,10 +175,10 @@ class GradientBytes:
     def is_at(self, generation: Generation) -> bool:
         """Whether its bytes are at home, or on their way there."""
         owner = self._owner.get((generation.unit, generation.param))
-        return owner is not None and owner() is generation
+        return generation.home is not None or (owner is not None and owner() is generation)
 
     def _load(self, generation: Generation) -> Tensor:
-        home = self.home(generation.unit, generation.param)
+        home = self.home_of(generation)
         assert home is not None, f"the gradient of {generation.spec.name} has no bytes"
         self._executor.wait(Key(Kind.GRAD_STORE, generation.unit, generation.param))
         value = generation.empty(self._device)

@@ -126,7 +126,8 @@ class Gradients:
             return
         if self.factor is not None and in_backward and value.dtype == spec.dtype:
             value = value.to(full_dtype(spec)) * self.factor
-        if generation.lent or generation.span is not None or unit in self._executor.state.pending:
+        taken = generation.kept or unit in self._executor.state.pending
+        if generation.lent or generation.span is not None or taken:
             # An update that is due takes the gradient as it was.
             generation.change(Change.of(lambda total, x: total.add_(x, alpha=alpha), (value,), spec))
             return

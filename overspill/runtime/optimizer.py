@@ -56,8 +56,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
         self._report = report
         self._patch_step_function()
         _take_states(optimizer, engine)
-        if engine.parts.eager:
-            engine.be_eager(self.param_groups)
+        engine.time_updates(self.param_groups)
         # A scheduler made before prepare has put a step of its own here; it comes back with `revive`.
         self._given_step = vars(optimizer).get("step")
         optimizer.step = _refuse_step  # type: ignore[assignment,method-assign]

@@ -98,6 +98,8 @@ class Parts:
     """What keeps torch within the budget, on cuda."""
     eager: bool = False
     """Whether updates begin in the backward pass."""
+    delay_after: int | None = None
+    """Steps after which updates are one step late; None: never."""
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -168,7 +170,7 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
     places = {**tiers, **shares}
     homes = [_weight_home(places, p.weight, u) for u, p in zip(model.units, placements, strict=True)]
     grad_homes = [
-        [_reserve(tiers, placement.grad, p.grad_bytes if p.trainable else 0) for p in unit.params]
+        [_gradient_homes(tiers, placement.grad, p) for p in unit.params]
         for unit, placement in zip(model.units, placements, strict=True)
     ]
     page_homes = [
@@ -220,6 +222,11 @@ def _weight_home(tiers: Mapping[TierName, Tier], name: TierName, unit: UnitSpec)
     if unit.weight_bytes and not unit.home_bytes:
         return tiers["null"], tiers["null"].reserve(0)
     return _reserve(tiers, name, unit.home_bytes)
+
+
+def _gradient_homes(tiers: Mapping[TierName, Tier], name: TierName, p: ParamSpec) -> list[Home]:
+    found = (_reserve(tiers, name, p.grad_bytes) for _ in range(p.grads if p.trainable else 0))
+    return [home for home in found if home is not None]
 
 
 def _reserve(tiers: Mapping[TierName, Tier], name: TierName, nbytes: int) -> Home | None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from overspill.errors import ModelError
+from overspill.runtime.generation import Generation
 from overspill.runtime.handle import GradHandle
 from overspill.runtime.parts import Parts
 from overspill.runtime.residency import Residency
@@ -53,13 +54,20 @@ class Steps:
                 )
             part = local_of(gradient)
             if isinstance(part, GradHandle):
-                part.generation.stepped = True
-                generation = part.generation.taken()
+                generation = self._taken(part.generation)
             else:
                 # The user's own tensor, which may be written to again before the update runs.
                 generation = self._parts.made.grads.take(unit, index, part_for(p, gradient.detach().clone()))
-            found.setdefault(unit, []).append(Taken(index, generation, len(generation.todo)))
+            found.setdefault(unit, []).append(Taken(index, generation, generation.changes))
         return found
+
+    def _taken(self, generation: Generation) -> Generation:
+        generation.stepped = True
+        if not generation.kept:
+            return generation.taken()
+        # The step before took it too, and what that took is not applied yet: this one takes its value as it is now.
+        grads = self._parts.made.grads
+        return grads.take(generation.unit, generation.param, grads.bytes.share(generation).clone())
 
     def finite(self, jobs: Jobs) -> bool:
         """Under fp16: whether the step is taken; the loss scale moves."""

@@ -63,7 +63,7 @@ class Share:
             source = self._own(first + begin, first + end) if own else self.staged[begin:end]  # type: ignore[index]
             piece = generation.widened(source)
             piece = piece.clone() if piece is source else piece
-        for change in generation.todo[: self.due.changes]:
+        for change in generation.waiting(self.due.changes):
             change.on_piece(piece, first + begin)
         return piece
 
@@ -71,7 +71,7 @@ class Share:
         """The part's gradient as its bytes are, and the numbers on the device that it is to be multiplied with; None:
         it takes more than that."""
         generation, first = self.due.generation, self.part.begin
-        factors = [change.factor for change in generation.todo[: self.due.changes]]
+        factors = [change.factor for change in generation.waiting(self.due.changes)]
         if generation.narrow and generation.factor is not None:
             factors.insert(0, generation.factor)
         if generation.zero or len(factors) > MOST_FACTORS:
@@ -88,9 +88,11 @@ class Share:
         entire = self.part.numel == spec.numel
         if entire and generation.span is None and self.staged is None and not generation.zero and not generation.narrow:
             assert generation.value is not None, f"the gradient of {spec.name} is not on the device"
-            for change in generation.todo[:changes]:
+            waiting = generation.waiting(changes)
+            for change in waiting:
                 change.on(generation.value, None)
-            del generation.todo[:changes]
+            del generation.todo[: len(waiting)]
+            generation.made += len(waiting)
             return generation.value
         piece = self.piece(0, self.part.numel)
         return piece.as_strided(spec.shape, spec.stride) if entire else piece
@@ -222,7 +224,7 @@ class Updates:
         return load
 
     def _load(self, generation: Generation, part: PartSpec, value: Tensor) -> Work:
-        home = self._grads.bytes.home(generation.unit, generation.param)
+        home = self._grads.bytes.home_of(generation)
         here = generation.value
         if generation.zero:
             return lambda: _copy(value, torch.zeros((), dtype=value.dtype, device=value.device))

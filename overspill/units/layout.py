@@ -75,6 +75,8 @@ class Forms:
     sharding: Sharding = field(default_factory=Sharding)
     states: str = "exact"
     """The format of what is kept for parameters, but for those of norms and embeddings, and for some:"""
+    grads: int = 1
+    """Gradients of a parameter that are kept at a time."""
     said: Mapping[int, str] = field(default_factory=dict)
     """Formats of parameters (by id) whose groups say so."""
 
@@ -213,6 +215,7 @@ def _unit_spec(group: _Group, forms: Forms, apart: _Apart, page_bytes: int) -> U
                 and member.trainable
                 and forms.state_bytes(p, part.shape) is not None,
                 states=forms.states_of(p, apart.embeddings),
+                grads=forms.grads,
             )
         )
     pages = cut(specs, lambda i, shape: forms.state_bytes(params[i], shape), forms.state, page_bytes)

@@ -181,7 +181,7 @@ BAD = [
     *[{"nvme": x} for x in (3, {"/tmp": "much"}, {"/tmp": 0}, {"/tmp": None}, {"/tmp": 0.5}, [1], {3: "1GiB"})],
     *[{"precision": x} for x in ("fp8", None, torch.float32, torch.bfloat16)],
     *[{"states": x} for x in ("int8", None, "8bit", {"a": "exact"})],
-    *[{"update": x} for x in ("now", "delayed")],
+    *[{"update": x} for x in ("now", "later")],
     *[{"zero": x} for x in ("1", 4, -1, False, 0.0)],
     *[{"activations": x} for x in ("drop", True, "recompute")],
     *[{"micro_batches": x} for x in (0, -1, 1.0, "2", True, None)],

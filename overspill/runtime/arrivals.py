@@ -1,0 +1,53 @@
+"""Which units have all their gradients of the last backward pass before `step()`, for updates that begin there.
+
+Somebody must say which backward pass is the last: all are, but those inside of `no_sync()`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from overspill.units.unit import Unit
+
+
+class Arrivals:
+    """Counts the gradients of each unit."""
+
+    def __init__(self, units: Sequence[Unit], groups: list[dict[str, Any]]) -> None:
+        self._units = units
+        place = {id(p): u for u, unit in enumerate(units) for p in unit.params}
+        self.members: dict[int, list[tuple[int, list[nn.Parameter]]]] = {}
+        """Unit -> (group, its parameters in that unit)."""
+        for g, group in enumerate(groups):
+            own: dict[int, list[nn.Parameter]] = {}
+            for p in group["params"]:
+                if p.requires_grad:
+                    own.setdefault(place[id(p)], []).append(p)
+            for unit, params in own.items():
+                self.members.setdefault(unit, []).append((g, params))
+        self._missing: dict[int, set[int]] = {}
+        self._held = 0
+        """How many `no_sync` contexts are open."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+
+    def complete(self, unit: int, param: int) -> bool:
+        """A gradient is there, with all that this backward pass adds to it: whether it is the last of its unit."""
+        if self._held or unit not in self.members:
+            return False
+        if unit not in self._missing:
+            self._missing[unit] = {id(p) for _, params in self.members[unit] for p in params}
+        self._missing[unit].discard(id(self._units[unit].params[param]))
+        return not self._missing[unit]
+
+    def forget(self) -> None:
+        """The next pass belongs to another step."""
+        self._missing.clear()

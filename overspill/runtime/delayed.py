@@ -1,0 +1,90 @@
+"""update="delayed": what a step takes is applied one step later, beside the work of that step.
+
+Note [One step later]: after `after` steps as usual, `step()` keeps what it took. The update of a unit begins in the
+next backward pass, when that has made all of the unit's new gradients and needs its weights no more, and may go on
+until the next forward pass needs them. So it is not waited for until then, though gradients may be clipped by the norm
+of all: that is known since `step()`. A forward pass sees all updates but the last one. Gradients of two steps are kept
+at a time. Whatever looks at the model from outside (an evaluation, a checkpoint, a state dict) sees all updates;
+training goes on from there.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from overspill.errors import StateError
+from overspill.runtime.arrivals import Arrivals
+from overspill.runtime.steps import Jobs
+from overspill.runtime.updates import Job
+from overspill.units.unit import Unit
+
+Take = Callable[[int, list[Job]], bool]
+"""(unit, what a step asked of it): its update is due, if that is possible now."""
+
+
+class Delayed:
+    """Keeps what the last step took, until it is due."""
+
+    def __init__(self, units: Sequence[Unit], arrivals: Arrivals, after: int, take: Take) -> None:
+        self._units = units
+        self._after = after
+        self._take = take
+        self._arrivals = arrivals
+        self.no_sync = arrivals.no_sync
+        self._kept: Jobs = {}
+        self._begun: set[int] = set()
+        """Units whose updates began in the backward passes since the last step."""
+        self._steps = 0
+
+    def check(self, units: Iterable[int] | None = None) -> None:
+        """Refuse a look at units whose updates have begun, before the step that they wait for; None: at any unit."""
+        found = next((u for u in (self._begun if units is None else units) if u in self._begun), None)
+        if found is not None:
+            raise StateError(
+                "expected step() before the model, its states or a checkpoint are used with update='delayed', found a "
+                f"use of {self._units[found].spec.name!r}, whose last update began in the backward pass; call step() "
+                "first; put backward passes that are not the last before it into `with model.no_sync():`; or use "
+                "update='lazy'"
+            )
+
+    def arrived(self, unit: int, param: int) -> None:
+        """A gradient is there, with all that this backward pass adds to it."""
+        if unit in self._begun:
+            raise StateError(
+                "expected one backward pass before step() with update='delayed', found that another one adds to the "
+                f"gradient of {self._units[unit].spec.params[param].name!r}; put the backward passes that are not the "
+                "last into `with model.no_sync():`, or use update='lazy'"
+            )
+        if self._arrivals.complete(unit, param) and unit in self._kept and self._take(unit, self._kept[unit]):
+            _let_go(self._kept.pop(unit))
+            self._begun.add(unit)
+
+    def step(self) -> frozenset[int]:
+        """The units whose updates have begun."""
+        begun = frozenset(self._begun)
+        self._begun.clear()
+        self._arrivals.forget()
+        return begun
+
+    def exchange(self, jobs: Jobs) -> Jobs:
+        """Keep what a step takes; what is due now instead."""
+        self._steps += 1
+        if self._steps <= self._after:
+            return jobs
+        due, self._kept = self.flush(), jobs
+        for todo in jobs.values():
+            for job in todo:
+                for taken in job.due:
+                    taken.generation.kept = True
+        return due
+
+    def flush(self) -> Jobs:
+        """What was kept is due."""
+        due, self._kept = self._kept, {}
+        for todo in due.values():
+            _let_go(todo)
+        return due
+
+
+def _let_go(todo: Sequence[Job]) -> None:
+    for job in todo:
+        for taken in job.due:
+            taken.generation.kept = False

@@ -1,0 +1,257 @@
+"""update="delayed": exactly the rule of Note [One step later], as plain PyTorch says it, wherever the bytes live."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import overspill
+from overspill.errors import OptionError, StateError
+from overspill.program import Kind
+from overspill.runtime import parts, rooms
+from tests import both, small
+from tests.both import adamw, losses
+from tests.cpu.test_ahead import HOMES
+from tests.reference import differing, weights
+
+STEPS, AFTER, CLIP = 9, 3, 0.5
+Look = Callable[[nn.Module, Any, int], None]
+
+
+class Plain:
+    """The rule in plain PyTorch."""
+
+    def __init__(self, after: int) -> None:
+        self.model = small.build()
+        self.optimizer = adamw(self.model)
+        self._after, self._steps = after, 0
+        self._kept: tuple[float, list[Tensor | None]] | None = None
+
+    def step(self) -> None:
+        self._steps += 1
+        now = (self.optimizer.param_groups[0]["lr"], [p.grad for p in self.model.parameters()])
+        if self._steps <= self._after:
+            self.optimizer.step()
+            return
+        self.flush()
+        self._kept = now
+
+    def flush(self) -> None:
+        """What was kept is applied, with the learning rate of its own step."""
+        if self._kept is None:
+            return
+        lr, gradients = self._kept
+        self._kept = None
+        own = [p.grad for p in self.model.parameters()]
+        group = self.optimizer.param_groups[0]
+        now, group["lr"] = group["lr"], lr
+        for p, gradient in zip(self.model.parameters(), gradients, strict=True):
+            p.grad = gradient
+        self.optimizer.step()
+        group["lr"] = now
+        for p, gradient in zip(self.model.parameters(), own, strict=True):
+            p.grad = gradient
+
+
+def expected(after: int = AFTER, looks: tuple[int, ...] = (), passes: int = 1) -> tuple[list[float], Any]:
+    plain = Plain(after)
+    found = []
+    for step in range(STEPS):
+        total = sum(loss_of(plain.model, passes))
+        torch.nn.utils.clip_grad_norm_(plain.model.parameters(), CLIP)
+        plain.step()
+        plain.optimizer.param_groups[0]["lr"] *= 0.9
+        plain.optimizer.zero_grad()
+        if step in looks:
+            plain.flush()
+        found.append(total)
+    plain.flush()
+    return found, weights(plain.model)
+
+
+def loss_of(model: nn.Module, passes: int) -> Iterator[float]:
+    for i in range(passes):
+        loss = next(iter(losses(model, 1))) / passes
+        if i + 1 < passes and hasattr(model, "no_sync"):
+            with model.no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+        yield loss.item()
+
+
+def prepared(place: str, nvme: Path, after: int = AFTER, **keywords: Any) -> tuple[nn.Module, Any]:
+    model = small.build()
+    keywords = {"precision": "fp32", "gpu": "64MiB", "host": "64MiB", "delay_after": after, **keywords}
+    return overspill.prepare(model, adamw(model), update="delayed", place=HOMES[place], nvme=nvme, **keywords)
+
+
+def trained(model: nn.Module, optimizer: Any, look: Look | None = None, passes: int = 1) -> tuple[list[float], Any]:
+    found = []
+    for step in range(STEPS):
+        found.append(sum(loss_of(model, passes)))
+        optimizer.clip_grad_norm_(CLIP)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.9
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        if look is not None:
+            look(model, optimizer, step)
+    return found, weights(overspill.close(model))
+
+
+def check(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+    assert one[0] == other[0]
+    assert not differing(one[1], other[1])
+
+
+@pytest.fixture(params=[True, False], ids=["ahead", "on demand"])
+def paged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(parts, "PAGED", {"cpu"} if request.param else set())
+    monkeypatch.setattr(rooms, "PIECES", {"cpu"} if request.param else set())
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("place", ["device", "host", "nvme", "states"])
+def test_it_is_the_rule(place: str, paged: bool, tmp_path: Path) -> None:
+    check(trained(*prepared(place, tmp_path)), expected())
+
+
+def test_it_is_another_rule_than_lazy() -> None:
+    assert expected()[0] != expected(after=STEPS)[0]
+
+
+@pytest.mark.parametrize("after", [0, 1, STEPS])
+def test_the_first_steps_are_as_usual(after: int, tmp_path: Path) -> None:
+    check(trained(*prepared("states", tmp_path, after)), expected(after))
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_several_passes_before_a_step(place: str, paged: bool, tmp_path: Path) -> None:
+    check(trained(*prepared(place, tmp_path, micro_batches=3), passes=3), expected(passes=3))
+
+
+def evaluate(model: nn.Module, optimizer: Any) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(next(small.batches())["tokens"])
+    model.train()
+
+
+LOOKS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "evaluation": evaluate,
+    "state_dict": lambda model, optimizer: model.state_dict(),
+    "optimizer.state_dict": lambda model, optimizer: optimizer.state_dict(),
+    "settle": lambda model, optimizer: overspill.settle(model),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+@pytest.mark.parametrize("place", ["states", "host"])
+def test_whoever_looks_sees_all_updates(name: str, place: str, paged: bool, tmp_path: Path) -> None:
+    def look(model: nn.Module, optimizer: Any, step: int) -> None:
+        if step in (2, 5):
+            LOOKS[name](model, optimizer)
+
+    check(trained(*prepared(place, tmp_path), look), expected(looks=(2, 5)))
+
+
+def test_a_state_dict_is_that_of_all_steps(tmp_path: Path) -> None:
+    model, optimizer = prepared("states", tmp_path)
+    seen: dict[int, Any] = {}
+    trained(model, optimizer, lambda m, o, step: seen.update({step: dict(m.state_dict())}) if step == 6 else None)
+    plain = Plain(AFTER)
+    for _ in range(7):
+        sum(loss_of(plain.model, 1))
+        torch.nn.utils.clip_grad_norm_(plain.model.parameters(), CLIP)
+        plain.step()
+        plain.optimizer.param_groups[0]["lr"] *= 0.9
+        plain.optimizer.zero_grad()
+    plain.flush()
+    assert not differing(seen[6], dict(plain.model.state_dict()))
+
+
+def test_a_resumed_run_goes_on_as_the_one_that_saved(tmp_path: Path) -> None:
+    """The count of steps as usual begins anew, so here there are none."""
+
+    def look(model: nn.Module, optimizer: Any, step: int) -> None:
+        if step == 4:
+            overspill.save(tmp_path / "saved", model, optimizer)
+
+    expected_losses, final = trained(*prepared("states", tmp_path, after=0), look)
+    model, optimizer = prepared("host", tmp_path, after=0)
+    overspill.load(tmp_path / "saved", model, optimizer)
+    stream = small.batches()
+    for _ in range(5):
+        next(stream)
+    both._streams[model] = stream
+    for step in range(5, STEPS):
+        assert sum(loss_of(model, 1)) == expected_losses[step]
+        optimizer.clip_grad_norm_(CLIP)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.9
+        optimizer.zero_grad()
+    assert not differing(weights(overspill.close(model)), final)
+
+
+@pytest.mark.parametrize("kind", [Kind.STATE_FETCH, Kind.UPDATE, Kind.STATE_STORE, Kind.DUE, Kind.UPDATED])
+def test_delays_change_no_bit(kind: Kind, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(parts, "PAGED", {"cpu"})
+    model, optimizer = prepared("host", tmp_path)
+    overspill.api._engine(model).executor.lanes.delays |= {kind: 0.002}
+    check(trained(model, optimizer), expected())
+
+
+def test_gradients_that_are_added_to_after_a_step(tmp_path: Path) -> None:
+    """Nobody zeroes them: what was kept stays as it was."""
+
+    def loop(model: nn.Module, step: Callable[[], None]) -> Any:
+        for _ in range(5):
+            sum(loss_of(model, 1))
+            step()
+        return model
+
+    plain = Plain(1)
+
+    def plain_step() -> None:
+        for p in plain.model.parameters():
+            p.grad = p.grad.clone() if p.grad is not None else None
+        plain.step()
+        for p in plain.model.parameters():
+            p.grad = p.grad.clone() if p.grad is not None else None
+
+    loop(plain.model, plain_step)
+    plain.flush()
+    model, optimizer = prepared("states", tmp_path, after=1, micro_batches=2)
+    loop(model, optimizer.step)
+    assert not differing(weights(overspill.close(model)), weights(plain.model))
+
+
+def test_room_for_two_gradients_is_planned() -> None:
+    model = small.build()
+    made = {
+        update: overspill.plan(model, adamw(model), update=update, place=HOMES["host"], gpu="64MiB", host="64MiB")
+        for update in ("lazy", "delayed")
+    }
+    assert made["delayed"].bytes_of("host", "grad") == 2 * made["lazy"].bytes_of("host", "grad")
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="delay_after= to be a whole number"):
+        prepared("host", tmp_path, after=-1)
+    model, optimizer = prepared("states", tmp_path, after=0)
+    sum(loss_of(model, 1))
+    optimizer.step()
+    optimizer.zero_grad()
+    sum(loss_of(model, 1))
+    with pytest.raises(StateError, match="expected step\\(\\) before the model"):
+        model.state_dict()
+        overspill.settle(model)
+
+
+def test_bf16_is_the_same_everywhere(paged: bool, tmp_path: Path) -> None:
+    found = [trained(*prepared(place, tmp_path, precision="bf16")) for place in ("device", "host", "states")]
+    check(found[1], found[0])
+    check(found[2], found[0])

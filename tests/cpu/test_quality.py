@@ -1,0 +1,90 @@
+"""`overspill bench quality`: a small GPT learns with states kept in every format, and a file says how well."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overspill.bench import chart, learning, quality
+from overspill.bench.learning import CASES, Lesson
+from overspill.cli import app, bench  # noqa: F401 - adds its commands
+from tests.commands import here
+
+TINY = Lesson(steps=12, layers=1, hidden=32, heads=2, seq=32, batch=8, lr=1e-2, warmup=3, validated=2)
+BUDGETS = {"gpu": "1GB", "host": "1GB"}
+
+
+def learned(way: str, **changes: Any) -> dict[str, Any]:
+    keywords = quality.WAYS[way]
+    lesson = dataclasses.replace(TINY, **changes)
+    return learning.learn(lesson, None if keywords is None else {**keywords, **BUDGETS}, lambda done, of: None)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_is_learned(case: str) -> None:
+    found = {way: learned(way, case=case) for way in ("exact", "compact")}
+    for row in found.values():
+        assert len(row["losses"]) == TINY.steps and all(map(math.isfinite, row["losses"]))
+        assert row["validation"][0][0] == 0 and row["validation"][-1] == (TINY.steps, row["final"])
+        assert row["final"] < row["validation"][0][1] - 0.05
+    assert found["exact"]["validation"][0] == found["compact"]["validation"][0], "all begin with the same values"
+    assert found["exact"]["losses"] != found["compact"]["losses"]
+    assert found["compact"]["final"] == pytest.approx(found["exact"]["final"], rel=0.02)
+
+
+def test_the_same_again_and_close_to_torch_alone() -> None:
+    exact, plain = learned("exact"), learned("plain")
+    assert learned("exact") == exact
+    assert plain["final"] == pytest.approx(exact["final"], rel=0.02)
+
+
+def test_outliers_are_there() -> None:
+    """They change what is learned, and only from the first on."""
+    calm, rough = learned("exact", steps=24), learned("exact", steps=24, case="outliers")
+    assert calm["losses"][: learning.EVERY] != rough["losses"][: learning.EVERY] or TINY.clip > 0
+    unclipped = learned("exact", steps=24, clip=0.0)
+    assert unclipped["losses"][: learning.EVERY] == rough["losses"][: learning.EVERY]
+    assert unclipped["losses"][learning.EVERY] != rough["losses"][learning.EVERY]
+
+
+def row(case: str, way: str, final: float, ok: bool = True) -> dict[str, Any]:
+    shown = {"losses": [4.0] * 70, "validation": [(0, 5.5), (70, final)], "final": final} if ok else {}
+    return {"case": case, "way": way, "ok": ok, "reason": None if ok else "it failed", "seconds": 3.0, **shown}
+
+
+def test_a_table_and_a_picture(tmp_path: Path) -> None:
+    curves = [row("train", "exact", 2.0), row("train", "compact", 2.01), row("tiny", "exact", 0.0, ok=False)]
+    told = quality.summary(curves)
+    assert "+0.50 %" in told and "it failed" in told
+    assert quality.beside(curves, curves[2]) is None
+    body = {"lesson": dataclasses.asdict(TINY), "cases": {"train": "", "tiny": ""}, "curves": curves}
+    chart.draw(body, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.full
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--steps", "4", "--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "32", "--batch", "2"]
+    ways = ["--cases", "train", "--states", "exact,compact", "--at-once", "2"]
+    told = here("bench", "quality", *sizes, *ways, "--out", "found.json")
+    assert "compact" in told and "beside exact" in told
+    body = json.loads(Path("found.json").read_text())
+    assert [r["way"] for r in body["curves"]] == ["exact", "compact"] and all(r["ok"] for r in body["curves"])
+    assert body["what"] == "overspill bench quality" and Path("found.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (["--cases", "nothing"], "--cases to be one of train"),
+        (["--states", "fp8"], "--states to be one of plain"),
+        (["--steps", "0"], "--steps from 1"),
+        (["--hidden", "30", "--heads", "4"], "--heads that divide"),
+    ],
+)
+def test_what_is_refused(told: list[str], why: str) -> None:
+    assert why in here("bench", "quality", *told, code=2)
