@@ -216,8 +216,7 @@ class _NoSync:
 
     def __call__(self) -> AbstractContextManager[None]:
         engine = self._keeps.engine if self._keeps is not None else None
-        holds = None if engine is None else engine.rounds or engine.eager or engine.delayed
-        return nullcontext() if holds is None else holds.no_sync()
+        return nullcontext() if engine is None else (engine.rounds or engine.early).no_sync()
 
     def __reduce__(self) -> Any:
         return _NoSync, (None,)

@@ -200,7 +200,7 @@ def _owned(plan: Plan) -> int:
 
 def come_into_force(engine: Engine, plan: Plan) -> None:
     """Another plan holds from now on: what it has on the device moves in, the rest moves out, unit by unit."""
-    engine.rest()
+    engine.settle(look=False)
     with torch.inference_mode(False), torch.no_grad():
         _move(engine, plan)
     planned = engine.parts.planned

@@ -4,7 +4,8 @@ engine.py     one prepared model, put together; parts.py builds what it is made 
 optimizer.py  the optimizer that the user gets back
 hooks.py      every hook there is: module calls, autograd nodes, gradients, state dicts
 residency.py  which units are open and which may not leave; door.py: closed and open parameters; copies.py: state dicts
-generation.py one gradient; gradients.py: all of them; gradient_bytes.py: where their bytes are; passing.py: their ops;
+generation.py one gradient; gradients.py: all of them; gradient_bytes.py: where their bytes are; norms.py;
+              passing.py: their ops;
               rooms.py: their device memory; loans.py: that memory, lent to pages while there are none; handle.py: the
               light tensor that stands in `p.grad`; scaling.py: the loss scale of fp16
 ranks.py      agrees with other ranks on what is next; rounds.py: the end of backward passes and steps; reduction.py,
@@ -15,7 +16,8 @@ pages.py      pages of state in their homes; states.py: what the user's optimize
 adopt.py      how values come into their homes; building.py: models that are being built, larger than memory
 pager.py      updates ahead of their use; handing.py: which page is next; passage.py: pages on their way through the
               ring; ring.py: its memory; slots.py: which of it is free
-eager.py      updates that begin in backward; steps.py: what a step takes
+early.py      when updates begin: lazy.py with the step; eager.py, delayed.py, arrivals.py in a backward pass; steps.py:
+              what a step takes
 executor.py   folds the program over events; lanes.py: streams and threads that run ops; weights.py: ops on weights
 precision.py, watch.py, turns.py, measures.py: inputs of the root call; a model that was changed; threads; what a
 step took

@@ -9,9 +9,11 @@ training goes on from there.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 from overspill.errors import StateError
 from overspill.runtime.arrivals import Arrivals
+from overspill.runtime.generation import Generation
 from overspill.runtime.steps import Jobs
 from overspill.runtime.updates import Job
 from overspill.units.unit import Unit
@@ -23,16 +25,22 @@ Take = Callable[[int, list[Job]], bool]
 class Delayed:
     """Keeps what the last step took, until it is due."""
 
-    def __init__(self, units: Sequence[Unit], arrivals: Arrivals, after: int, take: Take) -> None:
+    def __init__(
+        self, units: Sequence[Unit], arrivals: Arrivals, after: int, take: Take, keep: Callable[[Generation], None]
+    ) -> None:
+        self.takes = False
+        self._keep = keep
         self._units = units
         self._after = after
         self._take = take
         self._arrivals = arrivals
-        self.no_sync = arrivals.no_sync
         self._kept: Jobs = {}
         self._begun: set[int] = set()
         """Units whose updates began in the backward passes since the last step."""
         self._steps = 0
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._arrivals.no_sync()
 
     def check(self, units: Iterable[int] | None = None) -> None:
         """Refuse a look at units whose updates have begun, before the step that they wait for; None: at any unit."""
@@ -64,6 +72,10 @@ class Delayed:
         self._arrivals.forget()
         return begun
 
+    def zeroed(self) -> None:
+        """A step may be skipped: what has begun was taken by the one before."""
+        self.step()
+
     def exchange(self, jobs: Jobs) -> Jobs:
         """Keep what a step takes; what is due now instead."""
         self._steps += 1
@@ -74,6 +86,7 @@ class Delayed:
             for job in todo:
                 for taken in job.due:
                     taken.generation.kept = True
+                    self._keep(taken.generation)
         return due
 
     def flush(self) -> Jobs:

@@ -6,6 +6,7 @@ before it, of which some are new already.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from overspill.errors import StateError
 from overspill.runtime.arrivals import Arrivals
 from overspill.runtime.generation import Generation
 from overspill.runtime.handle import gradient_of
+from overspill.runtime.steps import Jobs
 from overspill.runtime.updates import same_values, snapshot
 from overspill.units.unit import Unit
 
@@ -42,13 +44,16 @@ class Eager:
         take: Take,
         spoil: Callable[[BaseException], None],
     ) -> None:
+        self.takes = True
         self._spoil = spoil
         self._units = units
         self._groups = groups
         self._take = take
         self._arrivals = arrivals
-        self.no_sync = arrivals.no_sync
         self._taken: dict[int, _Begun] = {}
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._arrivals.no_sync()
 
     def check(self, units: Iterable[int] | None = None) -> None:
         """Refuse a look at units whose updates have begun before the step that they belong to; None: at any unit."""
@@ -89,6 +94,16 @@ class Eager:
             self._taken[unit] = _Begun(found, {g: snapshot(self._groups[g]) for g, _ in self._arrivals.members[unit]})
             for _, generation in found:
                 generation.spent = True
+
+    def zeroed(self) -> None:
+        """A step cannot be skipped: it has begun."""
+        self.check()
+
+    def exchange(self, jobs: Jobs) -> Jobs:
+        return jobs
+
+    def flush(self) -> Jobs:
+        return {}
 
     def step(self) -> frozenset[int]:
         """The units whose updates have begun; their gradients and hyperparameters must still be those."""

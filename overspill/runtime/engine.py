@@ -9,23 +9,20 @@ import torch
 from torch import nn
 
 from overspill.errors import StateError
-from overspill.program import Begin, Due, Mark, Settle, Step
+from overspill.program import Begin, Mark, Settle, Step
 from overspill.runtime import hooks
-from overspill.runtime.arrivals import Arrivals
 from overspill.runtime.buffers import SharedBuffers
-from overspill.runtime.delayed import Delayed
 from overspill.runtime.door import HANDLE, set_door
-from overspill.runtime.eager import Eager
 from overspill.runtime.generation import Generation
 from overspill.runtime.handle import GradHandle, gradient_of
+from overspill.runtime.lazy import Early, Lazy
 from overspill.runtime.measures import Measures
 from overspill.runtime.parts import Parts
 from overspill.runtime.precision import cast_inputs
-from overspill.runtime.residency import Residency
+from overspill.runtime.residency import Residency, is_seen
 from overspill.runtime.rounds import Rounds
 from overspill.runtime.steps import Jobs, Steps
 from overspill.runtime.untraced import untraced
-from overspill.runtime.updates import Job
 from overspill.runtime.watch import ShapeWatch
 from overspill.units.local import local_of, part_for, wrapped
 
@@ -47,9 +44,10 @@ class Engine:
         self.executor = parts.executor
         self.units = parts.units
         self.closed = False
-        self.eager: Eager | None = None
-        self.delayed: Delayed | None = None
+        self.early: Early = Lazy()
         self.residency = Residency(model, parts)
+        itself = weakref.proxy(self)
+        self.residency.copies.looks = lambda: itself.look()
         # Weakly, because what is in `p.grad` refers to all this where Python's garbage collector does not look.
         trained = [weakref.ref(p) for unit in self.units for p in unit.params if p.requires_grad]
         parts.made.grads.bytes.current = lambda: [g for ref in trained if (g := gradient_of(ref())) is not None]
@@ -121,7 +119,7 @@ class Engine:
         if handed and self.rounds is not None:
             self.rounds.arrived(unit, param)
         if handed:
-            self._is_there(unit, param)
+            self.early.arrived(unit, param)
         if gradient is None or handed:
             return
         owned = own is not None and own() is gradient
@@ -143,42 +141,9 @@ class Engine:
         self._hand_out(p, grads.arrive(unit, param, part_for(p, gradient.detach())))
         if self.rounds is not None:
             self.rounds.arrived(unit, param)
-        self._is_there(unit, param)
-
-    def _is_there(self, unit: int, param: int) -> None:
-        """A gradient, for updates that begin in backward."""
-        begins = self.eager or self.delayed
-        if begins is not None:
-            begins.arrived(unit, param)
+        self.early.arrived(unit, param)
 
     # --- the optimizer and the API call these
-
-    def time_updates(self, groups: list[dict[str, Any]]) -> None:
-        """Begin updates in backward from now on, if that is asked for. See eager.py and delayed.py."""
-        itself, after = weakref.proxy(self), self.parts.delay_after
-
-        def begin(unit: int, jobs: list[Job]) -> bool:
-            if unit in itself.executor.state.pending:
-                itself._settle((unit,))
-            with itself.executor.views:
-                if _is_seen(itself, unit):
-                    # Whoever holds views of weights would see them before their step.
-                    return False
-            itself.parts.made.updates.put(unit, tuple(jobs))
-            itself.executor(Due(frozenset((unit,))))
-            return True
-
-        if self.parts.eager:
-
-            def take(unit: int, own: list[dict[str, Any]]) -> bool:
-                return begin(unit, itself.steps.jobs(own)[unit])
-
-            self.eager = Eager(self.units, Arrivals(self.units, groups), groups, take, self.executor.give_up)
-            self.residency.check_use = self.eager.check
-        if after is not None:
-            self.delayed = Delayed(self.units, Arrivals(self.units, groups), after, begin)
-            self.residency.check_use = self.delayed.check
-            self.residency.copies.looks = itself.look
 
     @untraced
     def step(self, groups: list[dict[str, Any]]) -> None:
@@ -187,12 +152,11 @@ class Engine:
         self.residency.turns.take()
         self._watch.check()
         self.residency.copies.forget()
-        begins = self.eager or self.delayed
-        begun = begins.step() if begins is not None else frozenset[int]()
-        self._settle(tuple(sorted(self.executor.state.pending - begun)))
+        begun = self.early.step()
+        self.settle_units(tuple(sorted(self.executor.state.pending - begun)))
         if self.rounds is not None:
             self.rounds.meet_to_step(groups)
-        jobs = self.steps.jobs(groups, begun if self.eager is not None else frozenset())
+        jobs = self.steps.jobs(groups, begun if self.early.takes else frozenset())
         if self.rounds is not None:
             self.rounds.step((unit, due.param) for unit, todo in jobs.items() for job in todo for due in job.due)
         if not jobs and not begun:
@@ -202,39 +166,36 @@ class Engine:
             )
         if not self.steps.finite(jobs):
             jobs.clear()
-        jobs = self._exchanged(jobs)
+        jobs = self.early.exchange(jobs)
         self._put(jobs)
         self.residency.forget()
         with self.executor.views:
-            seen = tuple(u for u in (*jobs, *begun) if _is_seen(self, u))
+            seen = tuple(u for u in (*jobs, *begun) if is_seen(self.residency, self.units[u]))
         if seen:
             # Whoever holds views of weights, or has them all open, would see them before their update.
-            self._settle(seen)
+            self.settle_units(seen)
             for unit in seen if self.rounds is not None else ():
                 self.residency.need((unit,), ahead=False)
         self.measures.tick()
 
     @untraced
-    def settle(self) -> None:
-        """Finish pending updates, bring everything home, and wait until it is there."""
+    def settle(self, look: bool = True) -> None:
+        """Finish pending updates, bring everything home, and wait until it is there; also for somebody who looks from
+        outside, or not."""
         self.check_open()
-        begins = self.eager or self.delayed
-        if begins is not None:
-            begins.check()
+        if look:
+            self.early.check()
         self.residency.turns.take()
-        self.look()
-        self.rest()
-
-    def rest(self) -> None:
-        """Finish updates that are due, bring everything home, and wait until it is there."""
-        self._settle()
+        if look:
+            self.look()
+        self.settle_units()
         self.executor.finish()
 
     def look(self) -> None:
-        """Somebody looks from outside: what a step took that is to be applied later is due now. See delayed.py."""
-        due = self.delayed.flush() if self.delayed is not None else {}
+        """Somebody looks from outside: what a step took that is to be applied later is due now."""
+        due = self.early.flush()
         if due:
-            self._settle(tuple(sorted(self.executor.state.pending & due.keys())))
+            self.settle_units(tuple(sorted(self.executor.state.pending & due.keys())))
             self._put(due)
 
     def _put(self, jobs: Jobs) -> None:
@@ -242,18 +203,7 @@ class Engine:
             self.parts.made.updates.put(unit, tuple(todo))
         self.executor(Step(frozenset(jobs), self.residency.held()))
 
-    def _exchanged(self, jobs: Jobs) -> Jobs:
-        """What is due now, if steps are applied later."""
-        if self.delayed is None:
-            return jobs
-        due = self.delayed.exchange(jobs)
-        if due is not jobs:
-            keep = self.parts.made.grads.bytes.keep
-            for taken in (taken for todo in jobs.values() for job in todo for taken in job.due):
-                keep(taken.generation)
-        return due
-
-    def _settle(self, units: tuple[int, ...] | None = None) -> None:
+    def settle_units(self, units: tuple[int, ...] | None = None) -> None:
         self.executor(Settle(units, self.residency.held()))
         # Weights of which somebody holds views may be written at any time, and again after they were brought home.
         with self.executor.views:
@@ -276,9 +226,7 @@ class Engine:
     def close(self) -> None:
         """Give a plain model back: weights on the devices they came from, gradients in `p.grad`."""
         self.check_open()
-        begins = self.eager or self.delayed
-        if begins is not None:
-            begins.check()
+        self.early.check()
         self.look()
         if self.rounds is not None:
             self.rounds.meet_to_close(-1)
@@ -327,11 +275,6 @@ class Engine:
                 value = self.parts.made.grads.bytes.read(held.generation) if isinstance(held, GradHandle) else held
                 whole = torch.empty_strided(part.shape, part.stride(), dtype=p.dtype, device=p.device)
                 p.grad = wrapped(p, whole.copy_(value))
-
-
-def _is_seen(engine: Engine, unit: int) -> bool:
-    """Whether somebody may look at a unit's weights without asking for them."""
-    return engine.residency.full or (engine.units[unit].viewed and engine.units[unit].here)
 
 
 def _size_of(inputs: Any, depth: int) -> tuple[int, int]:

@@ -8,13 +8,13 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from overspill.program import Key, Kind
 from overspill.runtime.collect import Collector
 from overspill.runtime.executor import Executor
 from overspill.runtime.generation import Generation, as_bytes
+from overspill.runtime.norms import Norms
 from overspill.runtime.pages import Home
 from overspill.runtime.ranks import Meeting
 
@@ -51,6 +51,7 @@ class GradientBytes:
         self.current: Callable[[], list[Generation]] = list
         """The gradients that are in `p.grad` now."""
         self._owner: dict[tuple[int, int], weakref.ref[Generation]] = {}
+        self.norms = Norms(self, executor, collector)
 
     def home(self, unit: int, param: int) -> Home | None:
         return self._homes[unit, param]
@@ -101,7 +102,7 @@ class GradientBytes:
         if generation.zero:
             value = generation.empty(self._device).zero_()
         else:
-            value = generation.widened(self._bytes(generation))
+            value = generation.widened(self.at_hand(generation))
         if not generation.todo:
             return value
         if value is generation.value:
@@ -110,37 +111,8 @@ class GradientBytes:
             change.on(value, generation.span)
         return value
 
-    def norms(self, generations: Sequence[Generation], order: float = 2.0) -> list[Tensor]:
-        """Of the gradients' current values; cached, because for one that lives elsewhere it is dear. Who asks for one
-        will ask for the others: those that are divided over ranks are all looked at together."""
-        asked = [g for g in generations if g.span is not None]
-        if self._collector is not None and not all(_is_known(g, order) for g in asked):
-            current = [g for g in self.current() if g.span is not None]
-            every = current if {*map(id, asked)} <= {*map(id, current)} else asked
-            shares = [self._norm(g, order) for g in every]
-            for g, share, norm in zip(every, shares, self._collector.norms(shares, order), strict=True):
-                g.whole_norms[order] = (norm, share)
-        if self._device.type == "cuda" and any(g.span is None and order not in g.norms for g in generations):
-            _norm_together(self._executor, [g for g in (*self.current(), *generations) if g.span is None], order)
-        return [g.whole_norms[order][0] if g.span is not None else self._norm(g, order) for g in generations]
-
-    def _norm(self, generation: Generation, order: float) -> Tensor:
-        """Of what this rank has."""
-        if order not in generation.norms or generation.lent:
-            changed = generation.zero or generation.todo
-            value = self.share(generation) if changed else self._bytes(generation)
-            found = torch._foreach_norm([value], order)[0] if changed else generation.norm(value, order)
-            generation.norms[order] = found
-            generation.raw_norm = found if order == 2.0 and not changed else generation.raw_norm
-        return generation.norms[order]
-
-    def raw_norm(self, generation: Generation) -> Tensor:
-        """Of its bytes as they came, whatever changes wait for them; of what this rank has of them."""
-        if generation.raw_norm is None and not generation.zero:
-            generation.raw_norm = generation.norm(self._bytes(generation))
-        return torch.zeros((), device=self._device) if generation.raw_norm is None else generation.raw_norm
-
-    def _bytes(self, generation: Generation) -> Tensor:
+    def at_hand(self, generation: Generation) -> Tensor:
+        """Its bytes on the device, without the changes that wait for them."""
         value = generation.value
         if value is None:
             return self._load(generation)
@@ -184,24 +156,3 @@ class GradientBytes:
         value = generation.empty(self._device)
         home[0].load(home[1], as_bytes(value))
         return value
-
-
-def _is_known(generation: Generation, order: float) -> bool:
-    """Whether the norm of all of it is known."""
-    return order in generation.whole_norms and generation.whole_norms[order][1] is generation.norms.get(order)
-
-
-def _norm_together(executor: Executor, generations: Sequence[Generation], order: float) -> None:
-    """Those that are on the device and as they came: a few kernels for all of them."""
-    alike: dict[tuple[torch.dtype, int], list[Generation]] = {}
-    for g in {id(g): g for g in generations}.values():
-        plain = not (g.lent or g.zero or g.todo or order in g.norms)
-        if plain and g.value is not None and g.value.device == executor.lanes.device:
-            alike.setdefault((g.dtype, id(g.factor)), []).append(g)
-    for found in alike.values():
-        if len(found) > 1:
-            for g in found:
-                executor.wait(Key(Kind.REDUCE, g.unit))
-            for g, norm in zip(found, Generation.norms_of(found, order), strict=True):
-                g.norms[order] = norm
-                g.raw_norm = norm if order == 2.0 else g.raw_norm

@@ -134,7 +134,7 @@ def _write_down(
 
 
 def _norm(handle: GradHandle, order: float) -> Tensor:
-    return handle._book.bytes.norms([handle.generation], order)[0]
+    return handle._book.bytes.norms.of([handle.generation], order)[0]
 
 
 def _rewrite(packet: Any, handle: GradHandle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GradHandle:
@@ -178,7 +178,7 @@ def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found: dict[int, Tensor] = {}
     for book in {id(x._book): x._book for x in ours}.values():
         mine = [x for x in ours if x._book is book]
-        found |= zip(map(id, mine), book.bytes.norms([x.generation for x in mine], order), strict=True)
+        found |= zip(map(id, mine), book.bytes.norms.of([x.generation for x in mine], order), strict=True)
     return [found[id(x)] if isinstance(x, GradHandle) else func([x], order)[0] for x in args[0]]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.errors import ModelError, OptionError, StateError
+from overspill.runtime.early import early
 from overspill.runtime.engine import Engine
 from overspill.runtime.generation import NARROW
 from overspill.trace import own_time
@@ -56,7 +57,8 @@ class SpilledOptimizer(torch.optim.Optimizer):
         self._report = report
         self._patch_step_function()
         _take_states(optimizer, engine)
-        engine.time_updates(self.param_groups)
+        engine.early = early(engine, self.param_groups)
+        engine.residency.check_use = engine.early.check
         # A scheduler made before prepare has put a step of its own here; it comes back with `revive`.
         self._given_step = vars(optimizer).get("step")
         optimizer.step = _refuse_step  # type: ignore[assignment,method-assign]
@@ -99,8 +101,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. With update="eager" a step cannot be skipped: it has begun."""
-        if self.engine.eager is not None:
-            self.engine.eager.check()
+        self.engine.early.zeroed()
         if not set_to_none or self.engine.closed:
             super().zero_grad(set_to_none)
             return

@@ -235,3 +235,8 @@ def _escapes(unit: Unit, output: Any) -> bool:
 
 def _has_memory(t: Tensor) -> bool:
     return t.layout is torch.strided and not t.is_nested and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
+def is_seen(residency: Residency, unit: Unit) -> bool:
+    """Whether somebody may look at a unit's weights without asking for them."""
+    return residency.full or (unit.viewed and unit.here)

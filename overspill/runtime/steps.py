@@ -74,7 +74,7 @@ class Steps:
         scale, grads = self._parts.scale, self._parts.made.grads
         if scale is None:
             return True
-        norms = [grads.bytes.raw_norm(due.generation) for todo in jobs.values() for job in todo for due in job.due]
+        norms = [grads.bytes.norms.raw(due.generation) for todo in jobs.values() for job in todo for due in job.due]
         finite = bool(torch.stack(norms).isfinite().all())
         if self._parts.made.ranks is not None:
             finite = self._parts.made.ranks.comm.everyone(finite)

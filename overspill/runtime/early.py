@@ -1,0 +1,39 @@
+"""Who begins updates: with the step (lazy.py), or in a backward pass: that of their own step (eager.py), or of the next
+one (delayed.py)."""
+
+import weakref
+from typing import Any
+
+from overspill.program import Due
+from overspill.runtime.arrivals import Arrivals
+from overspill.runtime.delayed import Delayed
+from overspill.runtime.eager import Eager
+from overspill.runtime.engine import Engine
+from overspill.runtime.lazy import Early, Lazy
+from overspill.runtime.residency import is_seen
+from overspill.runtime.updates import Job
+
+
+def early(engine: Engine, groups: list[dict[str, Any]]) -> Early:
+    """As it was asked for."""
+    itself, parts, units = weakref.proxy(engine), engine.parts, engine.units
+
+    def begin(unit: int, jobs: list[Job]) -> bool:
+        if unit in itself.executor.state.pending:
+            itself.settle_units((unit,))
+        with itself.executor.views:
+            if is_seen(itself.residency, units[unit]):
+                # Whoever holds views of weights would see them before their step.
+                return False
+        itself.parts.made.updates.put(unit, tuple(jobs))
+        itself.executor(Due(frozenset((unit,))))
+        return True
+
+    def take(unit: int, own: list[dict[str, Any]]) -> bool:
+        return begin(unit, itself.steps.jobs(own)[unit])
+
+    if parts.eager:
+        return Eager(units, Arrivals(units, groups), groups, take, engine.executor.give_up)
+    if parts.delay_after is not None:
+        return Delayed(units, Arrivals(units, groups), parts.delay_after, begin, parts.made.grads.bytes.keep)
+    return Lazy()
