@@ -10,5 +10,5 @@ times its steps (`timing`), looks for sizes (`searching`) or rates (`measuring`)
 - row: what became of one engine: its figures, or the reason why there are none.
 
 Nothing here is imported by `import overspill`. GB is 10^9 bytes.
-May import: api (through the package), cli, report, layer 0, and `tiers` to measure rates.
+May import: api (through the package), cli, report, layer 0, and `tiers` and `kernels` to measure rates.
 """

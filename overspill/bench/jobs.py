@@ -65,8 +65,8 @@ class Job:
     """`least`: parameters of the first size; `ratio`: of one size to the one before it."""
     nvme: str | None = None
     """Folder whose disk is measured."""
-    lesson: Mapping[str, Any] = field(default_factory=dict)
-    """What is learned: a learning.Lesson."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of a learning.Lesson, or an updating.Case."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

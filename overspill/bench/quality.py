@@ -43,7 +43,7 @@ def run(asked: Run, files: Files) -> list[dict[str, Any]]:
     def one(number: int, case: str, way: str) -> None:
         lesson = dataclasses.asdict(dataclasses.replace(asked.lesson, case=case))
         keywords = WAYS[way]
-        job = Job(kind="learn", label=f"{case}, {way}", engine=way, keywords=keywords or {}, lesson=lesson)
+        job = Job(kind="learn", label=f"{case}, {way}", engine=way, keywords=keywords or {}, settings=lesson)
         with screen.working(job.label, f"{number}/{len(jobs)}") as told:
             outcome = process.run(job, asked.limit, told)
         found = outcome.result or {}

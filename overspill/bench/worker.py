@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import torch
 
 import overspill
-from overspill.bench import facts, learning, measuring, models, searching, timing
+from overspill.bench import facts, learning, measuring, models, searching, timing, updating
 from overspill.bench.engines import Ready
 from overspill.bench.jobs import Job, read_job
 from overspill.bench.models import Batches
@@ -193,7 +193,12 @@ def search_by_trying(job: Job, events: Events) -> dict[str, Any]:
 def learn(job: Job, events: Events) -> dict[str, Any]:
     events.phase("learn")
     keywords = None if job.engine == learning.PLAIN else job.keywords
-    return learning.learn(learning.Lesson(**job.lesson), keywords, lambda done, of: events.news("learn", done, of))
+    return learning.learn(learning.Lesson(**job.settings), keywords, lambda done, of: events.news("learn", done, of))
+
+
+def update(job: Job, events: Events) -> dict[str, Any]:
+    events.phase("update")
+    return dict(updating.measure(updating.Case(**job.settings)))
 
 
 KINDS: dict[str, Callable[[Job, Events], dict[str, Any]]] = {
@@ -203,6 +208,7 @@ KINDS: dict[str, Callable[[Job, Events], dict[str, Any]]] = {
     "plan": search_by_plan,
     "fit": search_by_trying,
     "learn": learn,
+    "update": update,
 }
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from overspill.bench import asking, configurations, largest, quality, results, steps
+from overspill.bench import asking, configurations, host_updates, largest, quality, results, steps, updating
 from overspill.bench import chart as charts
 from overspill.bench.jobs import BUILDS, Training
 from overspill.bench.learning import CASES, Lesson
@@ -227,6 +227,39 @@ def quality_(
     found = quality.run(asked, files)
     files.draw()
     typer.echo(f"\n{quality.summary(found)}\n{files}")
+
+
+UpdateEngines = Annotated[
+    str, o.described(ENGINES, f"Some of {', '.join(updating.ENGINES)}.", "ours,torch", "--engine")
+]
+Counts = Annotated[str, o.described(MODEL, "Parameters: 500M,1B,2B,4B.", "500M", "--params")]
+Cores = Annotated[str | None, o.described(WORK, "Numbers of cores: 16,2.", "all")]
+Rounds = Annotated[int, o.described(WORK, "Of which the fastest counts.", 5)]
+
+
+@bench.command()
+def update(
+    params: Counts = "500M",
+    engine: UpdateEngines = "ours,torch",
+    cores: Cores = None,
+    rounds: Rounds = 5,
+    limit: Annotated[float, o.described(ENGINES, "Seconds that each has.", 300)] = 300.0,
+    out: Out = None,
+    commit: Commit = None,
+) -> None:
+    """Time AdamW on the host's cores: ours beside torch's fused one and DeepSpeed's, bare and with the conversions."""
+    for each in asking.listed(engine):
+        asking.one_of("engine", each, updating.ENGINES)
+    asking.at_least("rounds", rounds, 1)
+    asked = host_updates.Run(
+        sizes=[parse_count(each) for each in asking.listed(params)],
+        engines=asking.listed(engine),
+        cores=[parse_count(each) for each in asking.listed(cores)] if cores else [None],
+        rounds=rounds,
+        limit=limit,
+    )
+    files = Files("update", out, None, results.head("overspill bench update", commit))
+    typer.echo(f"\n{host_updates.summary(host_updates.run(asked, files))}\n{files}")
 
 
 @bench.command()

@@ -10,7 +10,7 @@ import pytest
 
 from overspill.bench import chart, learning, quality
 from overspill.bench.learning import CASES, Lesson
-from overspill.cli import app, bench  # noqa: F401 - adds its commands
+from overspill.errors import OptionError
 from tests.commands import here
 
 TINY = Lesson(steps=12, layers=1, hidden=32, heads=2, seq=32, batch=8, lr=1e-2, warmup=3, validated=2)
@@ -23,14 +23,16 @@ def learned(way: str, **changes: Any) -> dict[str, Any]:
     return learning.learn(lesson, None if keywords is None else {**keywords, **BUDGETS}, lambda done, of: None)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [c if c == "train" else pytest.param(c, marks=pytest.mark.full) for c in CASES])
 def test_every_case_is_learned(case: str) -> None:
     found = {way: learned(way, case=case) for way in ("exact", "compact")}
     for row in found.values():
         assert len(row["losses"]) == TINY.steps and all(map(math.isfinite, row["losses"]))
         assert row["validation"][0][0] == 0 and row["validation"][-1] == (TINY.steps, row["final"])
         assert row["final"] < row["validation"][0][1] - 0.05
-    assert found["exact"]["validation"][0] == found["compact"]["validation"][0], "all begin with the same values"
+    first = [row["validation"][0][1] for row in found.values()]
+    # But for masters that are nearer to the next weight once they have 24 bits.
+    assert first[1] == pytest.approx(first[0], rel=1e-4), "all begin with the same values"
     assert found["exact"]["losses"] != found["compact"]["losses"]
     assert found["compact"]["final"] == pytest.approx(found["exact"]["final"], rel=0.02)
 
@@ -41,6 +43,7 @@ def test_the_same_again_and_close_to_torch_alone() -> None:
     assert plain["final"] == pytest.approx(exact["final"], rel=0.02)
 
 
+@pytest.mark.full
 def test_outliers_are_there() -> None:
     """They change what is learned, and only from the first on."""
     calm, rough = learned("exact", steps=24), learned("exact", steps=24, case="outliers")
@@ -87,4 +90,5 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_refused(told: list[str], why: str) -> None:
-    assert why in here("bench", "quality", *told, code=2)
+    with pytest.raises(OptionError, match=why):
+        here("bench", "quality", *told)

@@ -1,0 +1,83 @@
+"""`overspill bench update`: AdamW on the host's cores, ours beside the peers, at several sizes."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from overspill.bench import process, screen
+from overspill.bench.jobs import Job
+from overspill.bench.models import said
+from overspill.bench.results import Files
+from overspill.bench.rows import GB, aligned
+from overspill.bench.updating import BARE, BYTES, MEMORY, OURS, WHOLE, Case
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    sizes: Sequence[int]
+    engines: Sequence[str]
+    cores: Sequence[int | None] = (None,)
+    rounds: int = 5
+    limit: float = 300.0
+
+    def cases(self) -> Iterator[Case]:
+        """The memory's own rate first."""
+        for cores in self.cores:
+            yield Case(engine="torch", kind=MEMORY, count=min(self.sizes), cores=cores, rounds=self.rounds)
+            for size in self.sizes:
+                for kind in (BARE, WHOLE):
+                    for engine in self.engines:
+                        yield Case(engine=engine, kind=kind, count=size, cores=cores, rounds=self.rounds)
+
+
+def run(asked: Run, files: Files) -> list[dict[str, Any]]:
+    """All cases, one process after the other; the file is written after every one."""
+    known: list[dict[str, Any]] = []
+    cases = list(asked.cases())
+    for number, case in enumerate(cases, start=1):
+        label = f"{case.engine}, {case.kind}, {said(case.count)}" + (f", {case.cores} cores" if case.cores else "")
+        settings = dataclasses.asdict(case)
+        job = Job(kind="update", label=label, engine=case.engine, settings=settings)
+        with screen.working(label, f"{number}/{len(cases)}") as told:
+            outcome = process.run(job, asked.limit, told)
+        known.append({**settings, **(outcome.result or {}), "ok": outcome.result is not None, "reason": outcome.reason})
+        files.body["machine"] = files.body["machine"] or outcome.machine
+        files.write(updates=known, ratios=ratios(known))
+    return known
+
+
+def ratios(known: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Ours over the fastest of the others, and as a share of the memory's own rate."""
+    found = []
+    for row in known:
+        if row["engine"] != OURS or not row["ok"]:
+            continue
+        alike = [r for r in known if r["ok"] and (r["count"], r["cores"]) == (row["count"], row["cores"])]
+        others = [r["per_second"] for r in alike if r["kind"] == row["kind"] and r["engine"] != OURS]
+        memory = [r for r in known if r["kind"] == MEMORY and r["ok"] and r["cores"] == row["cores"]]
+        rate = BYTES[MEMORY] * memory[0]["per_second"] if memory else None
+        share = row["per_second"] * BYTES[BARE] / rate if rate and row["kind"] == BARE else None
+        over = row["per_second"] / max(others) if others else None
+        named = {name: row[name] for name in ("kind", "count", "cores")}
+        found.append({**named, "over_the_fastest_other": over, "of_the_memory_rate": share})
+    return found
+
+
+def summary(known: Sequence[Mapping[str, Any]]) -> str:
+    lines = [["parameters", "what", "engine", "cores", "G/s", "ms", "GB/s at least"]]
+    for row in known:
+        if not row["ok"]:
+            lines.append([said(row["count"]), f"{row['kind']}, {row['engine']}: {row['reason']}"])
+            continue
+        speed = f"{row['per_second'] * BYTES[row['kind']] / GB:.1f}" if row["kind"] in BYTES else "-"
+        cells = [said(row["count"]), row["kind"], row["engine"], str(row["cores"])]
+        lines.append([*cells, f"{row['per_second'] / GB:.2f}", f"{row['seconds'] * 1e3:.1f}", speed])
+    told = [aligned(lines)]
+    for ratio in ratios(known):
+        over, share = ratio["over_the_fastest_other"], ratio["of_the_memory_rate"]
+        parts = [f"ours, {ratio['kind']}, {said(ratio['count'])}:"]
+        parts += [f"{over:.2f}x the fastest other"] if over else []
+        parts += [f"{100 * share:.0f} % of the memory's own rate"] if share else []
+        told.append(" ".join(parts))
+    return "\n".join(told)
