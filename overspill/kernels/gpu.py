@@ -168,12 +168,6 @@ def adagrad(on: Elements, h: Hypers, step: int) -> None:
 RULES = {"adam": adam, "sgd": sgd, "adagrad": adagrad}
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
-"""Note [Launches]: Triton looks at every argument of every launch, at its settings and at the environment, to find the
-kernel that it compiled for arguments of these kinds. That takes longer than the kernel of a small page. So kernels are
-remembered here, by what they are compiled for: dtypes, which addresses and numbers are multiples of 16, constants."""
-
-
 def _launch(kernel: Any, on: Elements, h: Hypers, fields: int, scalars: tuple[float, ...], **flags: Any) -> None:
     """`fields`: how many the kernel has room for; what it does not touch is anything. `flags` in its order."""
     count, kept, nothing = on.weight.numel(), on.kept, (on.weight,) * 3
@@ -186,13 +180,4 @@ def _launch(kernel: Any, on: Elements, h: Hypers, fields: int, scalars: tuple[fl
     numbers = (count, on.first, on.key - (on.key >> 31 << 32), *scalars)
     master = OWN if kept is None else KEPT_AS.get(kept.dtype, WHOLE)
     constants = (master, FORMATS.index(on.format), len(on.factors), bool(h["maximize"]), *flags.values(), BLOCK)
-    kinds = tuple([(t.dtype, t.data_ptr() % 16 == 0) for t in tensors])
-    sizes = (count == 1, count % 16 == 0, count >> 31, on.first >> 31)
-    known = (kernel.__name__, on.weight.device.index, constants, sizes, kinds)
-    grid, compiled = (triton.cdiv(count, BLOCK), 1, 1), _compiled.get(known)
-    if compiled is not None:
-        compiled[grid](*tensors, *numbers, *constants)
-        return
-    compiled = kernel[grid](*tensors, *numbers, *constants, enable_fp_fusion=False)
-    if compiled is not None:
-        _compiled[known] = compiled
+    kernel[(triton.cdiv(count, BLOCK),)](*tensors, *numbers, *constants, enable_fp_fusion=False)
