@@ -13,7 +13,7 @@ import overspill
 from overspill.program import Kind
 from tests.places import PLACES, mixed_budgets, prepare_tight
 from tests.reference import Recipe, differing, train, weights
-from tests.zoo import ALL, ZOO, Architecture, loss_of
+from tests.zoo import ALL, EVERYWHERE, ZOO, Architecture, loss_of
 
 MICRO_BATCHES = 3
 REPRESENTATIVES = ["gpt2", "llama", "qwen2", "bert", "albert", "t5", "bart", "vit", "swin"]
@@ -67,6 +67,8 @@ def test_the_zoo_has_every_family() -> None:
     count = Counter(a.family for a in ALL)
     assert set(count) == set(FAMILIES) and min(count.values()) >= 6
     assert len(ZOO) == len(ALL) >= 68
+    everywhere = Counter(a.family for a in EVERYWHERE)
+    assert len(EVERYWHERE) >= 60 and set(everywhere) == set(FAMILIES) and min(everywhere.values()) >= 5
 
 
 def test_two_of_each_family_run_with_every_change() -> None:
@@ -86,15 +88,18 @@ def test_a_solved_plan_with_weights_on_every_tier_gives_the_bits_of_the_plain_lo
     check(name, *overspill.prepare(model, optimizer, **mixed_budgets(model, optimizer, tmp_path)))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("architecture", ALL, ids=lambda a: a.name)
-def test_every_architecture_on_every_placement(architecture: Architecture, place: str, tmp_path: Path) -> None:
-    check(architecture.name, *prepare_tight(*built(architecture.name), PLACES[place], tmp_path))
+WHERE = [(a.name, place) for a in EVERYWHERE for place in PLACES if place != "mixed"]
+WHERE += [(a.name, "mixed") for a in ALL if a.name not in REPRESENTATIVES]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("architecture", ALL, ids=lambda a: a.name)
+@pytest.mark.parametrize(("name", "place"), sorted(WHERE))
+def test_every_architecture_on_every_placement(name: str, place: str, tmp_path: Path) -> None:
+    check(name, *prepare_tight(*built(name), PLACES[place], tmp_path))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", EVERYWHERE, ids=lambda a: a.name)
 def test_every_architecture_on_a_solved_plan(architecture: Architecture, tmp_path: Path) -> None:
     model, optimizer = built(architecture.name)
     check(architecture.name, *overspill.prepare(model, optimizer, **mixed_budgets(model, optimizer, tmp_path)))

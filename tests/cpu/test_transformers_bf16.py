@@ -12,7 +12,7 @@ import overspill
 from tests.judge import Judge
 from tests.places import PLACES, mixed_budgets, prepare_tight
 from tests.reference import Recipe, differing, train, weights
-from tests.zoo import ALL, ZOO, loss_of
+from tests.zoo import ALL, EVERYWHERE, ZOO, loss_of
 
 RECIPE = Recipe(8, 2, clip=1.0)
 REPRESENTATIVES = ["gpt2", "t5", "resnet", "whisper", "mixtral", "mamba", "clip"]
@@ -54,13 +54,13 @@ def test_a_mixed_placement_gives_the_same_bits(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize("place", ["host", "nvme"])
-@pytest.mark.parametrize("name", [a.name for a in ALL])
+@pytest.mark.parametrize("name", [a.name for a in EVERYWHERE])
 def test_forced_homes_give_the_same_bits(name: str, place: str, tmp_path: Path) -> None:
     check(name, *prepare_tight(*built(name), PLACES[place], tmp_path, **PRECISION))
 
 
 @pytest.mark.parametrize(
-    "name", [*FEW, *(pytest.param(a.name, marks=pytest.mark.full) for a in ALL if a.name not in FEW)]
+    "name", [*FEW, *(pytest.param(a.name, marks=pytest.mark.full) for a in EVERYWHERE if a.name not in FEW)]
 )
 def test_a_solved_plan_with_weights_on_every_tier_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     model, optimizer = built(name)

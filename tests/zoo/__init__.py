@@ -14,7 +14,10 @@ from tests.zoo.multimodal import MULTIMODAL
 from tests.zoo.state_space import STATE_SPACE
 from tests.zoo.vision import VISION
 
-ALL = [*DECODERS, *ENCODERS, *ENCODER_DECODERS, *VISION, *AUDIO, *MOE, *STATE_SPACE, *MULTIMODAL]
+FAMILIES = (DECODERS, ENCODERS, ENCODER_DECODERS, VISION, AUDIO, MOE, STATE_SPACE, MULTIMODAL)
+ALL = [architecture for family in FAMILIES for architecture in family]
+EVERYWHERE = [architecture for family in FAMILIES for architecture in family[:10]]
+"""Up to ten of each family, on every placement; the others on a mixed one."""
 ZOO = {architecture.name: architecture for architecture in ALL}
 
-__all__ = ["ALL", "VOCABULARY", "ZOO", "Architecture", "Batch", "loss_of"]
+__all__ = ["ALL", "EVERYWHERE", "VOCABULARY", "ZOO", "Architecture", "Batch", "loss_of"]
