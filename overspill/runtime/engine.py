@@ -59,8 +59,6 @@ class Engine:
         ranks = parts.made.ranks
         self.rounds = Rounds(self.units, parts, self.residency) if ranks is not None else None
         self._buffers = SharedBuffers(model, ranks, parts.executor) if ranks is not None else None
-        if self.executor.pager is not None:
-            self.residency.turns.come_by = self.executor.pager.come_by
         # Weakly, because a parameter's hooks lie where Python's garbage collector does not look for cycles.
         listeners = hooks.Listeners(weakref.proxy(self), self.residency, self.residency.copies)
         self._hooks = hooks.install(model, parts.layout, listeners)

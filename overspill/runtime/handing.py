@@ -54,7 +54,7 @@ class UnitWork:
 
 
 class Handing:
-    """Updates that may run, and what is done for them, by one thread at a time."""
+    """Updates that may run, and what is done for them, by one thread."""
 
     def __init__(self, executor: Executor, passage: Passage) -> None:
         self._executor = executor
@@ -77,12 +77,11 @@ class Handing:
             self._works.append(work)
             self._submitted += 1
 
-    def hurry(self, unit: int) -> bool:
-        """Somebody waits for this unit; False: it is done."""
-        found = [work for work in tuple(self._works) if work.unit == unit]
-        for work in found:
-            work.hurried = True
-        return bool(found)
+    def hurry(self, unit: int) -> None:
+        """Somebody waits for this unit, if it is not done."""
+        for work in tuple(self._works):
+            if work.unit == unit:
+                work.hurried = True
 
     def fail(self, error: BaseException) -> None:
         """Whoever waits for updates hears of it."""
@@ -91,7 +90,7 @@ class Handing:
                 work.future.set_exception(error)
             self._works.clear()
 
-    # --- what one thread at a time calls
+    # --- what the thread calls
 
     def do(self) -> bool:
         """Hand out what can be handed out now; False: there is nothing, or it must be waited for."""

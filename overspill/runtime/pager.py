@@ -1,11 +1,8 @@
 """Passes the pages of whole units through the ring, while the training loop does other things.
 
-Note [Who hands pages out]: each page is handed out when its slot is free (program/, Note [Never far ahead]). Most of
-the time the training loop's own thread waits, for updates or for the GPU, so a thread of its own waits for slots. But
-two threads that both run Python take turns at every call into torch, and each turn costs more than most calls: together
-they are slower than one after the other. So while the training loop comes by often, at every call of a module, it hands
-pages out itself and the other thread sleeps. The program says what to work on: which updates may run, by when they are
-needed, and what may be fetched when all of that is on its way. No object of the user's is touched.
+Note [Who hands pages out]: each page is handed out when its slot is free (program/, Note [Never far ahead]). The
+training loop's own thread is far ahead of the GPU, or waits for it, and comes by too seldom. So a thread of its own
+waits for slots. What it works on says handing.py. It touches no object of the user's.
 
 Note [Turns of threads]: whoever runs Python gives the others their turn after 5 ms, which is as long as several pages
 take. While there is a pager on cuda, it does so after half a millisecond. A model that mostly launches kernels gives
@@ -15,18 +12,15 @@ way at each of them anyway.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import sys
 import threading
-import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from overspill.program import Lane, deadline
 from overspill.runtime.executor import Executor
@@ -34,10 +28,6 @@ from overspill.runtime.handing import Handing, UnitWork
 from overspill.runtime.lanes import Ticket
 from overspill.runtime.passage import Passage
 
-NEAR = 0.002
-"""Seconds within which a loop that came by is expected again."""
-AT_ONCE = 2
-"""Pages each way that it hands out then: it has other things to do."""
 TURN = 0.0005
 """Seconds; see Note [Turns of threads]."""
 
@@ -55,12 +45,6 @@ class Pager:
         """Not an event: it is also used by whoever collects garbage, in the middle of anything."""
         self._idle = threading.Event()
         self._lock = threading.Lock()
-        self._hands = threading.Lock()
-        """Of whoever hands pages out."""
-        self._came_by = 0.0
-        """When the training loop did so last."""
-        self._hurried = threading.Event()
-        """It waits, and does not come by."""
         self._closed = False
         self._error: BaseException | None = None
         self.pid = os.getpid()
@@ -87,28 +71,7 @@ class Pager:
 
     def hurry(self, unit: int) -> None:
         """Somebody waits for this unit, if it is not done."""
-        if self._handing.hurry(unit):
-            self._came_by = 0.0
-            self._hurried.set()
-
-    def come_by(self) -> None:
-        """The training loop has a moment. See Note [Who hands pages out]."""
-        if self._idle.is_set() or self._closed or os.getpid() != self.pid:
-            return
-        self._came_by = time.monotonic()
-        if not self._hands.acquire(blocking=False):
-            return
-        try:
-            with _apart(self._device):
-                for _ in range(AT_ONCE):
-                    if not self._handing.do():
-                        break
-        except BaseException as error:
-            self._error = error
-            self._fail()
-            raise
-        finally:
-            self._hands.release()
+        self._handing.hurry(unit)
 
     def wake(self) -> None:
         """There may be something to do."""
@@ -146,8 +109,7 @@ class Pager:
             while not self._closed and self._turn():
                 pass
             if self._handing.ends and not self._closed:
-                with self._hands:
-                    self._handing.end()
+                self._handing.end()
         except BaseException as error:
             self._error = error
             raise
@@ -171,29 +133,12 @@ class Pager:
 
     def _turn(self) -> bool:
         """Do something, or wait until there is something to do; False: there is nothing."""
-        self._hurried.clear()
-        if time.monotonic() - self._came_by < NEAR and not self._handing.ends:
-            self._hurried.wait(NEAR)
+        if self._handing.do():
             return True
-        with self._hands:
-            if self._handing.do():
-                return True
-            waits = self._handing.waits()
+        waits = self._handing.waits()
         if waits is not None:
             waits()
         return waits is not None
-
-
-@contextlib.contextmanager
-def _apart(device: torch.device) -> Iterator[None]:
-    """In the training loop's thread: its stream is as it was afterwards, and its modes do not count meanwhile."""
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    try:
-        with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack():
-            yield
-    finally:
-        if stream is not None:
-            torch.cuda.set_stream(stream)
 
 
 def _serve(pager: Callable[[], Pager | None], wake: SimpleQueue[None], device: torch.device) -> None:

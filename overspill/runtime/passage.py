@@ -210,6 +210,7 @@ class Passage:
         while (wait := self.on_the_way()) is not None:
             wait()
             self.look()
+        self.look()
 
     def _drop(self, page: Page) -> None:
         slot, event = self._there[page]

@@ -7,7 +7,6 @@ threads of its own: these work for the thread that called backward, and Python d
 
 import sys
 import threading
-from collections.abc import Callable
 from types import CodeType, FrameType
 
 import torch
@@ -28,8 +27,6 @@ class Turns:
         self._depths = depths
         self._recorder = recorder
         self._last = threading.get_ident()
-        self.come_by: Callable[[], None] = _nothing
-        """Called at every call of a module: there may be something else to do. See pager.py."""
 
     def take(self) -> None:
         """It is this thread's turn now, unless another one is in the middle of something."""
@@ -45,7 +42,6 @@ class Turns:
 
     def nested(self, units: tuple[int, ...]) -> bool:
         """Whether a call is inside of another one of its unit, as most are: then all that is to be done is done."""
-        self.come_by()
         if len(units) != 1 or not self._depths[units[0]] or self._recorder.on:
             return False
         self.take()
@@ -55,10 +51,6 @@ class Turns:
     def unnest(self, units: tuple[int, ...]) -> None:
         """Such a call ended."""
         self._depths[units[0]] -= 1
-        self.come_by()
-
-
-def _nothing() -> None: ...
 
 
 def _of_torch() -> bool:
