@@ -25,7 +25,7 @@ from overspill.setup import (
     check_trainable,
     compute_device,
     data_parallel_ranks,
-    refuse_eager_ranks,
+    refuse_early_updates,
     say_what_is_cast,
 )
 
@@ -64,6 +64,7 @@ def prepare(
     precision: str = "bf16",
     states: str = "exact",
     update: str = "lazy",
+    delay_after: int = 40,
     zero: str | int = "auto",
     activations: str = "keep",
     micro_batches: int = 1,
@@ -83,7 +84,7 @@ def prepare(
     chosen = options({**given, **unknown})
     check_trainable(model, optimizer, chosen)
     comm = data_parallel_ranks(model, chosen, compute_device(model))
-    refuse_eager_ranks(chosen, comm)
+    refuse_early_updates(chosen, comm)
     ground = Ground(compute_device(model), comm=comm)
     try:
         laid_out, made = make_plan(model, optimizer, chosen, ground)

@@ -111,7 +111,7 @@ def data_parallel_ranks(model: nn.Module, chosen: Options, device: torch.device)
     return connect(chosen.mesh, device)
 
 
-def refuse_eager_ranks(chosen: Options, comm: Comm | None) -> None:
+def refuse_early_updates(chosen: Options, comm: Comm | None) -> None:
     if chosen.update != "lazy" and comm is not None:
         comm.close()
         raise OptionError(

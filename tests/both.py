@@ -1,7 +1,8 @@
 """Runs the same code on a plain model and on a prepared one, and compares bits."""
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ def losses(model: nn.Module, steps: int, **call: Any):
         batch = next(stream)
         logits = model(batch["tokens"], **call)
         yield nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def passes_of(model: nn.Module, passes: int) -> Iterator[float]:
+    """Backward passes of a step, all but the last inside `no_sync` where the model has that; their losses."""
+    for i in range(passes):
+        loss = next(iter(losses(model, 1))) / passes
+        held = i + 1 < passes and hasattr(model, "no_sync")
+        with model.no_sync() if held else contextlib.nullcontext():  # type: ignore[operator]
+            loss.backward()
+        yield loss.item()
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, **call: Any) -> list[float]:

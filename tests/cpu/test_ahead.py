@@ -19,7 +19,7 @@ from overspill.program import Kind
 from overspill.runtime import parts, rooms
 from overspill.runtime.measures import Measures
 from tests import small
-from tests.both import adamw, losses
+from tests.both import adamw, losses, passes_of
 from tests.places import PLACES, smallest_budget
 from tests.reference import differing, weights
 
@@ -45,18 +45,12 @@ def prepare(place: str, nvme: Path, **keywords: Any) -> tuple[nn.Module, Any]:
 def loop(model: nn.Module, optimizer: Any, passes: int = 1, clip: float = 0.0) -> list[float]:
     found = []
     for step in range(STEPS):
-        for i in range(passes):
-            loss = next(iter(losses(model, 1))) / passes
-            if i + 1 < passes and hasattr(model, "no_sync"):
-                with model.no_sync():
-                    loss.backward()
-            else:
-                loss.backward()
+        *_, last = passes_of(model, passes)
         if clip:
             optimizer.clip_grad_norm_(clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-        found.append(loss.item())
+        found.append(last)
     return found
 
 

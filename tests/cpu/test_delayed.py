@@ -1,6 +1,6 @@
 """update="delayed": exactly the rule of Note [One step later], as plain PyTorch says it, wherever the bytes live."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from overspill.errors import OptionError, StateError
 from overspill.program import Kind
 from overspill.runtime import parts, rooms
 from tests import both, small
-from tests.both import adamw, losses
+from tests.both import adamw, passes_of
 from tests.cpu.test_ahead import HOMES
 from tests.reference import differing, weights
 
@@ -60,7 +60,7 @@ def expected(after: int = AFTER, looks: tuple[int, ...] = (), passes: int = 1) -
     plain = Plain(after)
     found = []
     for step in range(STEPS):
-        total = sum(loss_of(plain.model, passes))
+        total = sum(passes_of(plain.model, passes))
         torch.nn.utils.clip_grad_norm_(plain.model.parameters(), CLIP)
         plain.step()
         plain.optimizer.param_groups[0]["lr"] *= 0.9
@@ -72,17 +72,6 @@ def expected(after: int = AFTER, looks: tuple[int, ...] = (), passes: int = 1) -
     return found, weights(plain.model)
 
 
-def loss_of(model: nn.Module, passes: int) -> Iterator[float]:
-    for i in range(passes):
-        loss = next(iter(losses(model, 1))) / passes
-        if i + 1 < passes and hasattr(model, "no_sync"):
-            with model.no_sync():
-                loss.backward()
-        else:
-            loss.backward()
-        yield loss.item()
-
-
 def prepared(place: str, nvme: Path, after: int = AFTER, **keywords: Any) -> tuple[nn.Module, Any]:
     model = small.build()
     keywords = {"precision": "fp32", "gpu": "64MiB", "host": "64MiB", "delay_after": after, **keywords}
@@ -92,7 +81,7 @@ def prepared(place: str, nvme: Path, after: int = AFTER, **keywords: Any) -> tup
 def trained(model: nn.Module, optimizer: Any, look: Look | None = None, passes: int = 1) -> tuple[list[float], Any]:
     found = []
     for step in range(STEPS):
-        found.append(sum(loss_of(model, passes)))
+        found.append(sum(passes_of(model, passes)))
         optimizer.clip_grad_norm_(CLIP)
         optimizer.step()
         optimizer.param_groups[0]["lr"] *= 0.9
@@ -164,7 +153,7 @@ def test_a_state_dict_is_that_of_all_steps(tmp_path: Path) -> None:
     trained(model, optimizer, lambda m, o, step: seen.update({step: dict(m.state_dict())}) if step == 6 else None)
     plain = Plain(AFTER)
     for _ in range(7):
-        sum(loss_of(plain.model, 1))
+        sum(passes_of(plain.model, 1))
         torch.nn.utils.clip_grad_norm_(plain.model.parameters(), CLIP)
         plain.step()
         plain.optimizer.param_groups[0]["lr"] *= 0.9
@@ -188,7 +177,7 @@ def test_a_resumed_run_goes_on_as_the_one_that_saved(tmp_path: Path) -> None:
         next(stream)
     both._streams[model] = stream
     for step in range(5, STEPS):
-        assert sum(loss_of(model, 1)) == expected_losses[step]
+        assert sum(passes_of(model, 1)) == expected_losses[step]
         optimizer.clip_grad_norm_(CLIP)
         optimizer.step()
         optimizer.param_groups[0]["lr"] *= 0.9
@@ -209,7 +198,7 @@ def test_gradients_that_are_added_to_after_a_step(tmp_path: Path) -> None:
 
     def loop(model: nn.Module, step: Callable[[], None]) -> Any:
         for _ in range(5):
-            sum(loss_of(model, 1))
+            sum(passes_of(model, 1))
             step()
         return model
 
@@ -242,13 +231,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="delay_after= to be a whole number"):
         prepared("host", tmp_path, after=-1)
     model, optimizer = prepared("states", tmp_path, after=0)
-    sum(loss_of(model, 1))
+    sum(passes_of(model, 1))
     optimizer.step()
     optimizer.zero_grad()
-    sum(loss_of(model, 1))
-    with pytest.raises(StateError, match="expected step\\(\\) before the model"):
-        model.state_dict()
-        overspill.settle(model)
+    sum(passes_of(model, 1))
+    for look in (LOOKS["state_dict"], LOOKS["optimizer.state_dict"], LOOKS["settle"], LOOKS["evaluation"]):
+        with pytest.raises(StateError, match="expected step\\(\\) before the model"):
+            look(model, optimizer)
 
 
 def test_bf16_is_the_same_everywhere(paged: bool, tmp_path: Path) -> None:

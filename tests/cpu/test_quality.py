@@ -46,9 +46,7 @@ def test_the_same_again_and_close_to_torch_alone() -> None:
 @pytest.mark.full
 def test_outliers_are_there() -> None:
     """They change what is learned, and only from the first on."""
-    calm, rough = learned("exact", steps=24), learned("exact", steps=24, case="outliers")
-    assert calm["losses"][: learning.EVERY] != rough["losses"][: learning.EVERY] or TINY.clip > 0
-    unclipped = learned("exact", steps=24, clip=0.0)
+    unclipped, rough = learned("exact", steps=24, clip=0.0), learned("exact", steps=24, case="outliers")
     assert unclipped["losses"][: learning.EVERY] == rough["losses"][: learning.EVERY]
     assert unclipped["losses"][learning.EVERY] != rough["losses"][learning.EVERY]
 
