@@ -40,13 +40,17 @@ class Case:
     rounds: int = 5
 
 
+def check_cores(cores: int) -> None:
+    there = len(os.sched_getaffinity(0))
+    if not 1 <= cores <= there:
+        raise OptionError(f"expected --cores from 1 to the {there} that are there, found {cores}")
+
+
 def measure(case: Case) -> dict[str, float | int]:
     """Seconds of the fastest round, and elements per second."""
     if case.cores is not None:
-        there = sorted(os.sched_getaffinity(0))
-        if case.cores > len(there):
-            raise OptionError(f"expected --cores of at most {len(there)}, which are there, found {case.cores}")
-        os.sched_setaffinity(0, there[: case.cores])
+        check_cores(case.cores)
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: case.cores])
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(cores)
     run = _memory(case.count) if case.kind == MEMORY else _UPDATES[case.engine](case)

@@ -251,10 +251,13 @@ def update(
     for each in asking.listed(engine):
         asking.one_of("engine", each, updating.ENGINES)
     asking.at_least("rounds", rounds, 1)
+    only = [parse_count(each) for each in asking.listed(cores)] if cores else []
+    for number in only:
+        updating.check_cores(number)
     asked = host_updates.Run(
         sizes=[parse_count(each) for each in asking.listed(params)],
         engines=asking.listed(engine),
-        cores=[parse_count(each) for each in asking.listed(cores)] if cores else [None],
+        cores=only or [None],
         rounds=rounds,
         limit=limit,
     )

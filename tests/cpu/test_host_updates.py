@@ -70,5 +70,5 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(OptionError, match="--engine to be one of ours"):
         here("bench", "update", "--engine", "numpy")
-    with pytest.raises(OptionError, match="--cores of at most"):
-        updating.measure(Case(engine="torch", kind=MEMORY, count=10, cores=10_000))
+    with pytest.raises(OptionError, match="--cores from 1 to the"):
+        here("bench", "update", "--cores", "10000")
