@@ -92,6 +92,55 @@ def test_delays_change_no_bit(kind: Kind, place: str, tmp_path: Path) -> None:
         check(trained(place, tmp_path, {kind: 0.002}, update=update, clip=clip), expected)
 
 
+def late(clip: float, after: int) -> tuple[Any, Any]:
+    """`trained`, with updates one step late, by torch alone: in fp32, the rule of update="delayed"."""
+    torch.manual_seed(0)
+    model = Deep().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found: list[Tensor] = []
+    kept: list[Tensor | None] | None = None
+
+    def apply(gradients: list[Tensor | None]) -> None:
+        own = [p.grad for p in model.parameters()]
+        for gradients_now in (gradients, own):
+            for p, gradient in zip(model.parameters(), gradients_now, strict=True):
+                p.grad = gradient
+            if gradients_now is gradients:
+                optimizer.step()
+
+    for step in range(STEPS):
+        loss = model(torch.randn(64, WIDTH, device="cuda"))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        gradients = [p.grad for p in model.parameters()]
+        if kept is not None:
+            apply(kept)
+        kept = gradients if step >= after else None
+        if kept is None:
+            optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    assert kept is not None
+    apply(kept)
+    return torch.stack(found).tolist(), weights(model)
+
+
+@pytest.mark.parametrize("place", [place for place in HOMES if place != "device"])
+def test_delayed_updates_are_the_rule_wherever_bytes_live(place: str, ring: None, tmp_path: Path) -> None:
+    delayed: Any = {"update": "delayed", "delay_after": 3, "clip": 1e-3}
+    expected = trained("device", tmp_path, **delayed)
+    check(trained(place, tmp_path, **delayed), expected)
+    assert expected[0] != trained("device", tmp_path, clip=1e-3)[0], "nothing came late"
+    if place == "states":
+        for kind in PASSING:
+            check(trained(place, tmp_path, {kind: 0.002}, **delayed), expected)
+
+
+def test_delayed_updates_are_what_torch_computes(tmp_path: Path) -> None:
+    found = trained("states", tmp_path, update="delayed", delay_after=3, clip=1e-3, precision="fp32")
+    check(found, late(1e-3, 3))
+
+
 @pytest.mark.parametrize("update", ["lazy", "eager"])
 @pytest.mark.parametrize("place", [place for place in HOMES if place != "nvme"])
 def test_a_steady_step_never_waits_for_the_device(place: str, update: str) -> None:
