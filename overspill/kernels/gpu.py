@@ -4,6 +4,10 @@ Every operation has one rounding, as the reference says (its Note [Roundings]): 
 division and root are IEEE's, nothing is contracted, and scalars are computed on the host and handed in. What a gradient
 is multiplied with (an undone loss scale, a clip factor) is read from device memory, so that no step waits for it.
 
+Note [Launches]: Triton looks at all arguments of a launch to find out which of its kernels fits them, which takes
+longer than the launch. Which one fits depends on types, and on whether pointers and lengths are multiples of 16: where
+all of them are, the kernel is known.
+
 Imported only where there is a GPU.
 """
 
@@ -166,6 +170,8 @@ def adagrad(on: Elements, h: Hypers, step: int) -> None:
 
 
 RULES = {"adam": adam, "sgd": sgd, "adagrad": adagrad}
+_compiled: dict[tuple[Any, ...], Any] = {}
+"""Kernels for arguments that are as usual. See Note [Launches]."""
 
 
 def _launch(kernel: Any, on: Elements, h: Hypers, fields: int, scalars: tuple[float, ...], **flags: Any) -> None:
@@ -180,4 +186,14 @@ def _launch(kernel: Any, on: Elements, h: Hypers, fields: int, scalars: tuple[fl
     numbers = (count, on.first, on.key - (on.key >> 31 << 32), *scalars)
     master = OWN if kept is None else KEPT_AS.get(kept.dtype, WHOLE)
     constants = (master, FORMATS.index(on.format), len(on.factors), bool(h["maximize"]), *flags.values(), BLOCK)
-    kernel[(triton.cdiv(count, BLOCK),)](*tensors, *numbers, *constants, enable_fp_fusion=False)
+    grid = (triton.cdiv(count, BLOCK), 1, 1)
+    # As Triton tells kernels apart. See Note [Launches].
+    usual = count % 16 == 0 and max(count, on.first) < 1 << 31 and not any(t.data_ptr() % 16 for t in tensors)
+    key = (kernel, torch.cuda.current_device(), constants, tuple(t.dtype for t in tensors))
+    known = _compiled.get(key) if usual else None
+    if known is not None:
+        known[grid](*tensors, *numbers, *constants)
+        return
+    known = kernel[grid](*tensors, *numbers, *constants, enable_fp_fusion=False)
+    if usual:
+        _compiled[key] = known

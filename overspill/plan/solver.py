@@ -36,6 +36,10 @@ MOST_SLOTS = 128
 pass waits for. Where homes are ours to choose, states use that room for good."""
 WORTH = 1.5
 """How many times as many slots are worth a pause, if nothing else changes."""
+WORTH_LENDING = 2
+"""How many times as many bytes as gradients must pass for their room to be lent to pages (runtime/loans.py): of fewer,
+it is not the link that holds the model up but who hands them out, and nobody can hand them out far ahead of the GPU
+into room that the model must leave first."""
 STAGING = (128 * KiB, 8 * MiB)
 PAGE = (64 * KiB, 128 * MiB)
 DEPTHS = (4, 3, 2)
@@ -168,11 +172,18 @@ def improve(request: Request, made: Plan, roles: tuple[Role, ...] = ROLES) -> Pl
                 before -= taken if role != "grad" else 0
     limits = _with_slots(request, tuple(placements), made.limits, min(before, after))
     before -= (limits.depth - made.limits.depth) * ring_slot_bytes(request.model, tuple(placements))
-    limits = replace(limits, lent=max(0, min(before, bytes_on(request.model, tuple(placements), "grad", "device"))))
+    limits = replace(limits, lent=_lent(request.model, tuple(placements), before))
     alike = limits.depth < WORTH * made.limits.depth and limits.lent <= WORTH * made.limits.lent
     if tuple(placements) == made.placements and alike:
         return None
     return finish(request, tuple(placements), limits)
+
+
+def _lent(model: ModelSpec, placements: tuple[Placement, ...], room: int) -> int:
+    """Bytes that may be lent to pages. See WORTH_LENDING."""
+    grads = bytes_on(model, placements, "grad", "device")
+    states = sum(bytes_on(model, placements, "state", tier) for tier in TIERS[1:])
+    return max(0, min(room, grads)) if states >= WORTH_LENDING * grads else 0
 
 
 # --- the plan

@@ -19,7 +19,7 @@ def due(program: Program, state: State, units: frozenset[int], ops: list[Op]) ->
 def ahead(program: Program, state: State, unit: int, ops: list[Op]) -> State:
     """Hand a pending update out ahead of its use, where somebody takes it and the weights are here."""
     here = not program.away(unit) or unit in state.here
-    wanted = program.piped and program.passes(unit) and unit in state.pending and unit not in state.begun
+    wanted = program.piped and unit in state.pending and unit not in state.begun
     return _begin(program, state, unit, ops) if here and wanted else state
 
 
@@ -56,12 +56,10 @@ def deadline(state: State, unit: int) -> int:
 
 
 def _begin(program: Program, state: State, unit: int, ops: list[Op]) -> State:
-    """Hand a unit's pages out: all together to whoever passes them through the ring, or one by one. Those that pass
-    through none are updated right there, where others are updated by somebody else: they would wait behind those."""
+    """Hand a unit's pages out: all together to whoever passes them through the ring, or one by one."""
     pages = program.model.units[unit].pages
     if program.piped or not program.passes(unit):
-        beside = Lane.PAGES if program.passes(unit) else Lane.COMPUTE
-        lane = beside if program.piped else program.update_lane
+        lane = Lane.PAGES if program.piped else program.update_lane
         waits = [Key(kind, unit) for kind in (Kind.DUE, Kind.FETCH, Kind.GATHER, Kind.REDUCE)]
         if program.placements[unit].grad != "device":
             params = dict.fromkeys(part.param for page in pages for part in page.parts)

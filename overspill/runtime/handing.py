@@ -5,28 +5,35 @@ is fetched, if there is a slot for it, one that is there is updated, and one tha
 not wait for the way home: in a long ring the pages of the next units are there when the step begins, and the model
 goes on as soon as those are updated.
 
-Note [Gradients first]: an update is handed out when its gradients are computed, so nothing that is queued ever waits
-for the model. Of several the one that is needed first goes first; all that somebody waits for, before the others.
+Note [Ahead of the GPU]: the training loop hands work to the GPU long before the GPU gets there. Whoever waits for an
+update waits until it is handed out, and would lose what it is ahead by if that had to wait for the GPU. So updates are
+handed out before their gradients are computed, in the order in which they came, which is the order in which they will
+be computed. Where no slots are lent, pages are also fetched into slots that are not free yet: all that is to be done
+for the next forward pass is handed out while the GPU is in the backward pass, because later the loop and this thread
+are in each other's way. Of what is computed, what is needed first goes first; what somebody waits for, before the
+others.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import torch
-
 from overspill.program import next_updates
 from overspill.runtime.executor import Executor
 from overspill.runtime.lanes import Ticket
 from overspill.runtime.passage import Passage
 from overspill.runtime.ring import Page
+from overspill.tiers import Event
 
 QUEUED = 6
-"""Pages that may be on their way, each way: more than pass while nobody looks."""
+"""Pages that may be on their way, each way, where slots are waited for: more than pass while nobody looks."""
+FAR = 24
+"""Where they are not. With 64 CUDA let nobody queue the next copy before the first ones were over."""
 SPARE = 4
 """Slots that pages on the device are to leave for those that come: as many as come while one goes home."""
 
@@ -41,13 +48,17 @@ class UnitWork:
     """What must be over before: that its gradients are computed, above all."""
     left: list[Page]
     """Pages that are to be updated."""
-    future: Future[torch.cuda.Event | None] = field(default_factory=Future)
+    future: Future[Event | None] = field(default_factory=Future)
     """Of the last page's update, when it is handed out."""
     hurried: bool = False
     """Whether somebody waits for it."""
 
     @property
-    def ready(self) -> bool:
+    def is_issued(self) -> bool:
+        return all(ticket.issued for ticket in self.waits)
+
+    @property
+    def is_computed(self) -> bool:
         while self.waits and self.waits[0].over:
             del self.waits[0]
         return not self.waits
@@ -96,14 +107,17 @@ class Handing:
         """Hand out what can be handed out now; False: there is nothing, or it must be waited for."""
         with self._lock:
             works, submitted = tuple(self._works), self._submitted
-        ready = sorted((w for w in works if w.ready), key=_urgency)
-        # What came first is computed first.
-        works = (*ready, *(w for w in works if w.waits))
-        if self._fetch(works, submitted) | self._update(ready) | self._send_home(ready) or self._passage.look():
+        in_order, ready = _in_order(works)
+        if self._fetch(in_order, submitted) | self._update(ready) | self._send_home(ready):
+            return True
+        borrow = self._is_left(ready) and ready[0].is_computed
+        if not borrow:
+            self._passage.slots.give_back()
+        if self._passage.look(borrow):
             return True
         if ready and self._passage.on_the_way() is None:
-            # If there is no slot, pages that cannot be updated yet have them all.
-            if not self._passage.free_slots():
+            # If there is no slot, pages that could go home later have them all, or those that cannot be updated yet.
+            if not len(self._passage.slots) and not self._passage.send_home():
                 self._passage.give_up(ready[0].unit)
             return True
         return False
@@ -122,7 +136,8 @@ class Handing:
 
     def _fetch(self, works: Sequence[UnitWork], submitted: int) -> bool:
         """Fetch the next page that is not there, of what is at hand or else of what comes next."""
-        if len(self._passage.coming) >= QUEUED:
+        far = not self._passage.loans.allowed
+        if len(self._passage.coming) >= (FAR if far else QUEUED):
             return False
         for work in works:
             if self._passage.of_units[work.unit] == len(work.left):
@@ -130,9 +145,9 @@ class Handing:
             waiting = self._passage.way_home.waiting
             page = next((p for p in work.left if p not in waiting and not self._passage.has(p)), None)
             if page is not None:
-                return self._passage.fetch(page, lend=work.ready)
+                return self._passage.fetch(page, lent=not far, ahead=far)
         state = self._executor.state
-        if not state.training or self.ends or not self._passage.free_slots():
+        if not state.training or self.ends or not len(self._passage.slots):
             return False
         known = (submitted, state.begun)
         if self._later[0] != known:
@@ -155,7 +170,7 @@ class Handing:
             event = None
             if page is not None:
                 work.left.remove(page)
-                event = self._passage.update(page)
+                event = self._passage.update(page, work.waits)
             if not work.left:
                 with self._lock:
                     self._works.remove(work)
@@ -165,12 +180,21 @@ class Handing:
 
     def _send_home(self, ready: Sequence[UnitWork]) -> bool:
         """See loans.py, Note [Way home later]."""
-        later = self._passage.loans.allowed and self._passage.free_slots(lent=True) > SPARE and self._is_left(ready)
+        later = self._passage.loans.allowed and self._passage.slots.left() > SPARE and self._is_left(ready)
         return not later and len(self._passage.way_home) < QUEUED and self._passage.send_home()
 
     def _is_left(self, ready: Sequence[UnitWork]) -> bool:
-        """Whether there are pages to fetch that can be updated at once."""
-        return any(self._passage.of_units[work.unit] < len(work.left) for work in ready)
+        """Whether there are pages to fetch that can be updated."""
+        return any(not self._passage.has(page) for work in ready for page in work.left)
+
+
+def _in_order(works: Sequence[UnitWork]) -> tuple[list[UnitWork], list[UnitWork]]:
+    """All of them, and of these the ones that can be handed out. See Note [Ahead of the GPU]."""
+    computed = list(itertools.takewhile(lambda work: work.is_computed, works))
+    others = [(work, work.is_issued) for work in works[len(computed) :]]
+    issued = sorted((work for work, yes in others if yes), key=lambda work: not work.hurried)
+    ready = sorted(computed, key=_urgency) + issued
+    return [*ready, *(work for work, yes in others if not yes)], ready
 
 
 def _urgency(work: UnitWork) -> tuple[bool, int]:

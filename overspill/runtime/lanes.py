@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from overspill.program import Key, Kind, Lane, Op
-from overspill.tiers import workers
+from overspill.tiers import Event, recorded, workers
 from overspill.trace import Recorder
 
 Work = Callable[[], None]
@@ -27,25 +27,24 @@ DEVICE_CYCLES_PER_SECOND = 1_500_000_000
 class Ticket:
     """See Note [Tickets]."""
 
-    def __init__(
-        self, work: "Future[torch.cuda.Event | None] | torch.cuda.Event", device: torch.device, stream: int = 0
-    ) -> None:
+    def __init__(self, work: "Future[Event | None] | Event", device: torch.device, stream: int = 0) -> None:
         self._work = work
         self._device = device
         self._stream = stream
         """Whose event it is, if that is known."""
 
-    def _event(self) -> torch.cuda.Event | None:
+    def event(self) -> Event | None:
+        """What is recorded behind the work, when that is issued; None: it is done."""
         return self._work.result() if isinstance(self._work, Future) else self._work
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         """Make what this stream, or the current one (on the CPU: the current thread), does next come after this
         work."""
-        event = self._event()
+        event = self.event()
         if event is not None:
             here = torch.cuda.current_stream(self._device) if stream is None else stream
             if not self._stream or here.cuda_stream != self._stream:
-                here.wait_event(event)
+                event.wait(here)
 
     @property
     def issued(self) -> bool:
@@ -57,12 +56,12 @@ class Ticket:
         """Whether the work is done."""
         if not self.issued:
             return False
-        event = self._event()
+        event = self.event()
         return event is None or bool(event.query())
 
     def finish(self) -> None:
         """Block until the work is done."""
-        event = self._event()
+        event = self.event()
         if event is not None and not event.query():
             event.synchronize()
 
@@ -104,10 +103,7 @@ class Lanes:
         if self.device.type != "cuda":
             return None
         stream = torch.cuda.current_stream(self.device)
-        # Blocking: whoever waits for it on the host sleeps.
-        here = torch.cuda.Event(blocking=True)
-        here.record(stream)
-        return Ticket(here, self.device, stream.cuda_stream)
+        return Ticket(recorded(stream), self.device, stream.cuda_stream)
 
     def submit(self, op: Op, work: Work, waits: Sequence[Ticket]) -> Ticket | None:
         """Hand to a side lane, behind `waits` and, if it is not free, behind what the caller's stream has been given so
@@ -129,7 +125,7 @@ class Lanes:
             ticket.wait()
         self.timed(op.lane, op, work)
 
-    def _issue(self, op: Op, work: Work, waits: Sequence[Ticket]) -> torch.cuda.Event:
+    def _issue(self, op: Op, work: Work, waits: Sequence[Ticket]) -> Event:
         stream, before = self._streams[op.lane], torch.cuda.current_stream(self._index)
         for ticket in waits:
             ticket.wait(stream)
@@ -139,10 +135,7 @@ class Lanes:
             self._run(op, work, ())
         finally:
             torch.cuda.set_stream(before)
-        # Blocking: whoever waits for it on the host sleeps.
-        done = torch.cuda.Event(blocking=True)
-        done.record(stream)
-        return done
+        return recorded(stream)
 
     def _delay(self, kind: Kind) -> None:
         seconds = self.delays.get(kind, 0.0)

@@ -1,6 +1,7 @@
 """The ring, and pages on their way through it: fetched, updated, sent home. One thread's; see pager.py.
 
-On cuda everything here is only put on streams; a slot is free again when its page is home.
+On cuda everything here is only put on streams; a slot is free again when its page is home. Where the next page is not
+to wait for the host, it goes into a slot whose page is still on its way home, and comes behind that.
 
 Note [Gaps]: as long as a copy to the host is queued behind another one, the GPU does not look at those of other
 streams: a single number that the model reads waited until all pages were home, however few were queued at a time. So
@@ -26,8 +27,9 @@ from overspill.runtime.pages import Pages
 from overspill.runtime.ring import Page
 from overspill.runtime.slots import Slots
 from overspill.runtime.updates import Updates
+from overspill.tiers import Event, recorded
 
-Event = torch.cuda.Event | None
+When = Event | None
 """None: it is over, as everything is at once without a GPU."""
 GAP_PAGES = 3
 GAP_SECONDS = 20e-6
@@ -46,7 +48,7 @@ class _Ways:
             for lane, priority in ((Lane.UP, 0), (Lane.UPDATE, -1), (Lane.DOWN, 0), (Lane.PAGES, -1)):
                 self._streams[lane] = torch.cuda.Stream(lanes.device, priority=priority)
 
-    def put(self, op: Op, work: Work, waits: Sequence[Event]) -> Event:
+    def put(self, op: Op, work: Work, waits: Sequence[When]) -> When:
         """On the stream of the op's lane, behind some events."""
         if not self._streams:
             self._lanes.timed(op.lane, op, work)
@@ -54,13 +56,10 @@ class _Ways:
         stream = self._streams[op.lane]
         for event in waits:
             if event is not None:
-                stream.wait_event(event)
+                event.wait(stream)
         torch.cuda.set_stream(stream)
         self._lanes.timed(op.lane, op, work)
-        # Blocking: whoever waits for it on the host sleeps.
-        done = torch.cuda.Event(blocking=True)
-        done.record(stream)
-        return done
+        return recorded(stream)
 
     def let_others_in(self) -> None:
         """See Note [Gaps]."""
@@ -69,10 +68,10 @@ class _Ways:
             return
         self._since_gap = 0
         aside, down = self._streams[Lane.PAGES], self._streams[Lane.DOWN]
-        aside.wait_event(down.record_event())
+        recorded(down).wait(aside)
         torch.cuda.set_stream(aside)
         torch.cuda._sleep(int(GAP_SECONDS * DEVICE_CYCLES_PER_SECOND))
-        down.wait_event(aside.record_event())
+        recorded(aside).wait(down)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,8 +82,8 @@ class _Leaving:
     slot: int
     nbytes: int
     work: Work
-    updated: Event
-    home: Future[Event] = field(default_factory=Future)
+    updated: When
+    home: Future[When] = field(default_factory=Future)
     """When it is there."""
 
 
@@ -96,14 +95,14 @@ class WayHome:
         self._free = free
         self.waiting: dict[Page, _Leaving] = {}
         """Not on their way yet; until then they cannot be fetched."""
-        self._going: deque[tuple[int, Page, Event]] = deque()
-        self.stored: dict[Page, Event] = {}
+        self._going: deque[tuple[int, Page, When]] = deque()
+        self.stored: dict[Page, When] = {}
         """When they are home, as long as that is not known to be over."""
 
     def add(self, leaving: _Leaving) -> None:
         self.waiting[leaving.page] = leaving
 
-    def release(self, slot: int, page: Page, after: Event) -> None:
+    def release(self, slot: int, page: Page, after: When) -> None:
         """A page's slot is free after this."""
         self._going.append((slot, page, after))
 
@@ -121,8 +120,16 @@ class WayHome:
             self._free(slot)
         return len(self._going) < before
 
-    def first(self) -> Event:
+    def first(self) -> When:
         return self._going[0][2]
+
+    def next_free(self, usable: Callable[[int], bool]) -> tuple[int, When] | None:
+        """Take the slot that will be free first, of those on their way that are usable; and when it is."""
+        for i, (slot, _, event) in enumerate(self._going):
+            if usable(slot):
+                del self._going[i]
+                return slot, event
+        return None
 
     def send(self, leaving: _Leaving) -> None:
         self._ways.let_others_in()
@@ -152,15 +159,15 @@ class Passage:
         self._updates = updates
         self._ways = _Ways(executor.lanes)
         self.moved: Counter[Lane] = Counter({Lane.UP: 0, Lane.DOWN: 0})
-        self._slots = Slots(pages.ring, loans, executor.program.limits.depth)
+        self.slots = Slots(pages.ring, loans, executor.program.limits.depth)
         self.loans = loans
-        self._there: dict[Page, tuple[int, Event]] = {}
+        self._there: dict[Page, tuple[int, When]] = {}
         """Pages in slots that wait for their update: the slot, and when the page is there."""
         self.of_units: Counter[int] = Counter()
         """How many of them, by unit."""
-        self.coming: deque[Event] = deque()
+        self.coming: deque[When] = deque()
         """Pages that are on their way here, as of the last look."""
-        self.way_home = WayHome(self._ways, self._slots.release)
+        self.way_home = WayHome(self._ways, self.slots.release)
         pages.elsewhere = self
 
     def pages_of(self, unit: int) -> list[Page]:
@@ -169,7 +176,9 @@ class Passage:
     # --- slots
 
     def has(self, page: Page) -> bool:
-        """Whether it is in a slot, or on its way there."""
+        """Whether it is in a slot, or on its way there, or needs none."""
+        if not self._executor.program.passes(page[0]):
+            return True
         if page in self._there and not self._pages.ring.fits(page):
             # Fetched before gradients turned out to be wider.
             self._drop(page)
@@ -179,18 +188,16 @@ class Passage:
         """There are as many slots as the limits say now, and all are free."""
         self.look()
         assert not (self._there or self.way_home.waiting or len(self.way_home)), "pages are still in their slots"
-        self._slots.resize(self._executor.program)
+        self.slots.resize(self._executor.program)
 
-    def free_slots(self, lent: bool = False) -> int:
-        """How many pages could come now, into lent slots too or not, as of the last look."""
-        return self._slots.left() if lent else len(self._slots)
-
-    def look(self) -> bool:
-        """Whether anything that was on its way is over. Looking gives way to other threads."""
+    def look(self, borrow: bool = False) -> bool:
+        """Whether anything that was on its way is over, or slots are lent where that is wanted. Looking gives way to
+        other threads."""
         before = len(self.coming)
         while self.coming and _over(self.coming[0]):
             self.coming.popleft()
-        return self.way_home.look() or len(self.coming) < before
+        borrowed = borrow and self.slots.ask()
+        return self.way_home.look() or len(self.coming) < before or borrowed
 
     def on_the_way(self) -> Work | None:
         """What waits for the first that is on its way; None: nothing is."""
@@ -211,6 +218,7 @@ class Passage:
             wait()
             self.look()
         self.look()
+        self.slots.give_back()
 
     def _drop(self, page: Page) -> None:
         slot, event = self._there[page]
@@ -219,22 +227,25 @@ class Passage:
             del self._there[page]
             self.of_units[page[0]] -= 1
             self._pages.forget(page)
-        self._slots.release(slot)
+        self.slots.release(slot)
 
     # --- pages
 
-    def fetch(self, page: Page, lend: bool = False) -> bool:
-        """Bring a page's state into a slot, or into one that is lent; False: there is none."""
-        slot = self._slots.take(lend)
+    def fetch(self, page: Page, lent: bool = False, ahead: bool = False) -> bool:
+        """Bring a page's state into a slot that is free, one that is lent, or one that will be free; False: there is
+        none."""
+        slot, free = self.slots.take(lent), None
+        if slot is None and ahead and (found := self.way_home.next_free(self.slots.can_follow)) is not None:
+            slot, free = found
         if slot is None:
             return False
         with self._views:
             work = self._pages.fetch_into(slot, page)
-            event = None
+            event = free
             if work is not None:
                 stored = self.way_home.stored.pop(page, None)
                 nbytes = self._pages.passing_bytes(*page)
-                event = self._ways.put(Op(Kind.STATE_FETCH, Lane.UP, *page, nbytes), work, (stored,))
+                event = self._ways.put(Op(Kind.STATE_FETCH, Lane.UP, *page, nbytes), work, (stored, free))
                 self.moved[Lane.UP] += nbytes
                 if event is not None:
                     self.coming.append(event)
@@ -242,14 +253,17 @@ class Passage:
             self.of_units[page[0]] += 1
         return True
 
-    def update(self, page: Page) -> Event:
-        """Update a page that is there; when that is done. What it needs beside the page is computed."""
+    def update(self, page: Page, waits: Sequence[Ticket] = ()) -> When:
+        """Update a page that is there; when that is done. What it needs beside the page is there after `waits`, all of
+        which are issued."""
+        behind, op = [ticket.event() for ticket in waits], Op(Kind.UPDATE, Lane.UPDATE, *page)
         with self._views:
+            if page not in self._there:
+                return self._ways.put(op, lambda: self._updates.run_page(*page), behind)
             slot, there = self._there.pop(page)
             self.of_units[page[0]] -= 1
-            there = self._fetch_gradients(page, there)
-            op = Op(Kind.UPDATE, Lane.UPDATE, *page)
-            updated = self._ways.put(op, lambda: self._updates.run_page(*page), (there,))
+            there = self._fetch_gradients(page, [there, *behind])
+            updated = self._ways.put(op, lambda: self._updates.run_page(*page), (there, *behind))
             work = self._pages.store_from(page)
             if work is None:
                 self.way_home.release(slot, page, updated)
@@ -269,13 +283,14 @@ class Passage:
         self.moved[Lane.DOWN] += leaving.nbytes
         return True
 
-    def _fetch_gradients(self, page: Page, there: Event) -> Event:
+    def _fetch_gradients(self, page: Page, waits: Sequence[When]) -> When:
+        """When they and the page's state are there."""
         if self._executor.program.placements[page[0]].grad == "device":
-            return there
+            return waits[0]
         work = self._updates.fetch_gradients(page)
         nbytes = self._pages.spec(*page).grad_bytes
         self.moved[Lane.UP] += nbytes
-        return self._ways.put(Op(Kind.PAGE_GRADS, Lane.UP, *page, nbytes), work, (there,))
+        return self._ways.put(Op(Kind.PAGE_GRADS, Lane.UP, *page, nbytes), work, waits)
 
     # --- from outside: see Pages.write
 
@@ -288,10 +303,10 @@ class Passage:
                 self._pages.ring.memory(page)[: memory.numel()].copy_(memory)
 
 
-def _over(event: Event) -> bool:
+def _over(event: When) -> bool:
     return event is None or bool(event.query())
 
 
-def _finish(event: Event) -> None:
+def _finish(event: When) -> None:
     if event is not None:
         event.synchronize()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from overspill.specs import ModelSpec, Placement, ring_slot_bytes
+from overspill.tiers import Event, recorded
 
 Page = tuple[int, int]
 """(unit, page)"""
@@ -24,7 +25,7 @@ class Ring:
         self._slots: dict[int, Tensor] = {}
         self._pages: dict[Page, int] = {}
         self._inside: dict[int, Page] = {}
-        self._fresh: dict[int, torch.cuda.Event] = {}
+        self._fresh: dict[int, Event] = {}
         """When the memory of a slot was taken from those who had it before."""
 
     @property
@@ -37,7 +38,7 @@ class Ring:
             with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
                 self._slots[slot] = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
                 if stream is not None:
-                    self._fresh[slot] = stream.record_event()
+                    self._fresh[slot] = recorded(stream)
         except torch.OutOfMemoryError:
             return False
         return True
@@ -61,7 +62,7 @@ class Ring:
         if slot not in self._slots or self._slots[slot].numel() < self._nbytes:
             self._slots[slot] = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
             if self._device.type == "cuda":
-                self._fresh[slot] = torch.cuda.current_stream(self._device).record_event()
+                self._fresh[slot] = recorded(torch.cuda.current_stream(self._device))
         return old if old != page else None
 
     def widen(self) -> int:
@@ -76,13 +77,22 @@ class Ring:
 
     def fits(self, page: Page) -> bool:
         """Whether a page's slot is as large as it must be by now."""
-        return self._slots[self._pages[page]].numel() >= self._nbytes
+        return self.takes(self._pages[page])
 
     def wait(self, page: Page) -> None:
         """Make the current stream come behind those who had the memory before."""
         fresh = self._fresh.get(self._pages[page])
         if fresh is not None:
-            torch.cuda.current_stream(self._device).wait_event(fresh)
+            fresh.wait(torch.cuda.current_stream(self._device))
+
+    def is_over(self, slot: int) -> bool:
+        """Whether those who had a slot's memory before are done with it."""
+        fresh = self._fresh.get(slot)
+        return fresh is None or bool(fresh.query())
+
+    def takes(self, slot: int) -> bool:
+        """Whether a slot is as large as it must be by now."""
+        return slot in self._slots and self._slots[slot].numel() >= self._nbytes
 
     def settle(self, slot: int) -> None:
         """Whatever a slot was used for is over, and all the more what its memory was before."""

@@ -8,6 +8,8 @@ from overspill.runtime.ring import Ring
 
 FIRST_LENT = 1 << 20
 """Numbers of slots that are lent are above this."""
+ASKED = 4
+"""Slots that are asked for at a time."""
 
 
 class Slots:
@@ -19,6 +21,9 @@ class Slots:
         self._free = deque(range(depth))
         self._lent: dict[int, int] = {}
         """Slots that are lent: how large they are."""
+        self._fresh: deque[int] = deque()
+        """Of these, those that the model may still use for what it did before; and those that are free."""
+        self._unused: deque[int] = deque()
         self._next = FIRST_LENT
 
     def __len__(self) -> int:
@@ -26,22 +31,40 @@ class Slots:
         return len(self._free)
 
     def left(self) -> int:
-        """How many pages could come now."""
-        return len(self._free) + self.loans.room() // max(self._ring.slot_bytes, 1)
+        """How many pages could come now or soon."""
+        lent = len(self._unused) + len(self._fresh)
+        return len(self._free) + lent + self.loans.room() // max(self._ring.slot_bytes, 1)
 
-    def take(self, lend: bool) -> int | None:
-        """One that is free now, or lent; None: there is none."""
-        if self._free:
-            return self._free.popleft()
+    def take(self, lent: bool) -> int | None:
+        """One that is free now, or lent and free; None: there is none."""
+        found = self._unused if lent and self._unused else self._free
+        return found.popleft() if found else None
+
+    def can_follow(self, slot: int) -> bool:
+        """Whether the next page can go into a slot as soon as the one before is home."""
+        return slot not in self._lent and self._ring.takes(slot)
+
+    def ask(self) -> bool:
+        """Ask for slots to be lent; whether there are more that are free now. A page that waited for one would hold up
+        all that come behind it, so a slot counts as free when the model is past what it used the memory for."""
         nbytes = self._ring.slot_bytes
-        if not lend or not self.loans.take(nbytes):
-            return None
-        self._next += 1
-        if not self._ring.take(self._next, self.loans.stream):
-            self.loans.end("the device has no hole for one more")
-            return None
-        self._lent[self._next] = nbytes
-        return self._next
+        while len(self._fresh) < ASKED and self.loans.take(nbytes):
+            self._next += 1
+            if not self._ring.take(self._next, self.loans.stream):
+                self.loans.end("the device has no hole for one more")
+                break
+            self._lent[self._next] = nbytes
+            self._fresh.append(self._next)
+        before = len(self._unused)
+        while self._fresh and self._ring.is_over(self._fresh[0]):
+            self._unused.append(self._fresh.popleft())
+        return len(self._unused) > before
+
+    def give_back(self) -> None:
+        """What is lent, and not used."""
+        for slots in (self._fresh, self._unused):
+            while slots:
+                self.release(slots.popleft())
 
     def release(self, slot: int) -> None:
         """Nobody uses it any more."""
@@ -54,6 +77,7 @@ class Slots:
 
     def resize(self, program: Program) -> None:
         """As many as its limits say, all of them free."""
+        assert not self._lent, "slots are still lent"
         self._free = deque(range(program.limits.depth))
         self._ring.resize(program.placements)
         self.loans.allow(program.model.units, program.placements, program.limits.lent)

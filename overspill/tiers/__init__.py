@@ -11,6 +11,7 @@ May be imported here: `overspill.errors`, `specs`, `config`, `trace`, this folde
 
 from overspill.tiers.base import Slot, Tier
 from overspill.tiers.device import HeldBudget, keep_no_freed_memory, share_one_heap
+from overspill.tiers.driver import Event, recorded
 from overspill.tiers.growing import GrowingTier
 from overspill.tiers.host import HostTier
 from overspill.tiers.malloc import freed_at_once
@@ -23,6 +24,7 @@ from overspill.tiers.threads import workers
 
 __all__ = [
     "DeviceTier",
+    "Event",
     "GrowingTier",
     "HeldBudget",
     "HostTier",
@@ -36,6 +38,7 @@ __all__ = [
     "host_available",
     "keep_no_freed_memory",
     "node_of",
+    "recorded",
     "resident_bytes",
     "share_one_heap",
     "workers",

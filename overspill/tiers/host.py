@@ -12,6 +12,7 @@ from torch import Tensor
 
 from overspill.errors import BudgetError, StateError, TierError
 from overspill.specs import align
+from overspill.tiers import driver
 from overspill.tiers.base import Slot, check_bytes, no_room
 from overspill.tiers.numa import prefer
 from overspill.tiers.probe import host_available
@@ -119,12 +120,16 @@ class HostTier:
     def load(self, slot: Slot, out: Tensor) -> None:
         """Copy the slot into `out` (uint8, at most slot.nbytes)."""
         check_bytes(self.name, slot, out)
-        out.copy_(self.tensor(slot, out.numel()), non_blocking=True)
+        self._copy(out, self.tensor(slot, out.numel()), out.is_cuda)
 
     def store(self, slot: Slot, src: Tensor) -> None:
         """Copy `src` (uint8, at most slot.nbytes) into the slot."""
         check_bytes(self.name, slot, src)
-        self.tensor(slot, src.numel()).copy_(src, non_blocking=True)
+        self._copy(self.tensor(slot, src.numel()), src, src.is_cuda)
+
+    def _copy(self, to: Tensor, source: Tensor, cuda: bool) -> None:
+        if not (cuda and self._arena.pinned and driver.copy(to, source)):
+            to.copy_(source, non_blocking=True)
 
     def used(self) -> int:
         """The end of the last slot."""

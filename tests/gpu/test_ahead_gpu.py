@@ -1,6 +1,7 @@
 """Updates ahead of their use on cuda: pages that pass through a ring, by a thread, in lazy and eager steps."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import overspill
 from overspill.plan import solver
 from overspill.program import Kind
 from overspill.specs import KiB, MiB
+from overspill.tiers import HostTier, driver, recorded
 from tests.reference import differing, weights
 
 pytestmark = pytest.mark.gpu
@@ -143,8 +145,16 @@ def test_delayed_updates_are_what_torch_computes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("update", ["lazy", "eager"])
 @pytest.mark.parametrize("place", [place for place in HOMES if place != "nvme"])
-def test_a_steady_step_never_waits_for_the_device(place: str, update: str) -> None:
-    """torch tells of every wait that it is asked for."""
+def test_a_steady_step_never_waits_for_the_device(place: str, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch tells of every wait that it is asked for, and so do our own events: only the thread of pages may wait."""
+    waited: list[str] = []
+    finish = driver._Mark.synchronize
+
+    def synchronize(mark: driver._Mark) -> None:
+        waited.append(threading.current_thread().name)
+        finish(mark)
+
+    monkeypatch.setattr(driver._Mark, "synchronize", synchronize)
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))).cuda()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = overspill.prepare(
@@ -153,6 +163,7 @@ def test_a_steady_step_never_waits_for_the_device(place: str, update: str) -> No
     try:
         for step in range(8):
             torch.cuda.set_sync_debug_mode("error" if step >= 4 else "default")
+            waited = [] if step < 4 else waited
             model(torch.ones(64, WIDTH, device="cuda")).float().square().mean().backward()
             if update == "lazy":
                 optimizer.clip_grad_norm_(1e-3)
@@ -160,7 +171,32 @@ def test_a_steady_step_never_waits_for_the_device(place: str, update: str) -> No
             optimizer.zero_grad()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert set(waited) <= {"overspill-pager"}
     overspill.close(model)
+
+
+def test_events_and_copies_of_the_driver_are_as_those_of_torch() -> None:
+    one, other = torch.cuda.Stream(), torch.cuda.Stream()
+    tier = HostTier(8 * MiB)
+    tier.pin()
+    slot = tier.reserve(8 * MiB)
+    with torch.cuda.stream(one):
+        torch.cuda._sleep(300_000_000)
+        here = torch.arange(8 * MiB, device="cuda").to(torch.uint8)
+        tier.store(slot, here)
+        event = recorded(one)
+    assert type(event) is driver._Mark and not event.query()
+    with torch.cuda.stream(other):
+        back = torch.zeros_like(here)
+        event.wait(other)
+        tier.load(slot, back)
+    last = recorded(other)
+    assert not last.query(), "nobody waited"
+    last.synchronize()
+    assert event.query() and last.query() and torch.equal(back, here)
+    assert torch.equal(tier.tensor(slot), here.cpu())
+    torch.cuda.synchronize()
+    tier.close()
 
 
 def test_plans_improve_within_the_budget(tmp_path: Path) -> None:
