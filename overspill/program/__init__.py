@@ -17,13 +17,15 @@ slot only, gradients on their way home and pages are never there together: the l
 
 Note [Never far ahead]: copies are carried out in the order in which they are handed out, whoever else has one to make:
 a copy that was queued long before it can run holds up a small one that the model itself waits for. So a page is handed
-out only when its slot is free, which is when the page that was there before is home, and when few are on their way.
-Whoever needs a unit waits, on the host, until all of its pages are handed out; never until they are done.
+out only when its slot is free, which is when the page that was there before is home, or not long before, and when few
+are on their way. Whoever needs a unit waits, on the host, until all of its pages are handed out; never until they are
+done.
 
-Note [Earliest deadline first]: where somebody passes the pages of whole units through the ring, updates are handed out
-when they are due, with the place of the unit's next use (`deadline`); of what is computed, what is needed first goes
-first. When all of that is on its way, state that will be updated next (`next_updates`) is fetched into the slots that
-are free. Which page is next is decided there: an event of the program for every page took too long.
+Note [Earliest deadline first]: where somebody passes the pages of whole units through the ring, all updates are handed
+out to him when they are due, also those of states that live on the device, with the place of the unit's next use
+(`deadline`); of what is computed, what is needed first goes first. When all of that is on its way, state that will be
+updated next (`next_updates`) is fetched into the slots that are free. Which page is next is decided there: an event of
+the program for every page took too long.
 
 Note [Ranks]: over several ranks, ops on the comm lane are collectives: every rank must run the same ones in the same
 order. All ranks fold the same function, so they do as long as they see the same events; where they do not (a unit that
