@@ -24,9 +24,9 @@ FAMILIES = ["decoder", "encoder", "encoder-decoder", "vision", "audio", "moe", "
 LONGER = ["gpt2", "bert", "t5", "vit", "wav2vec2", "dbrx", "rwkv", "clip"]
 
 
-def steps(name: str) -> int:
-    """Many for one of each family, fewer for the other hundred, on five placements each."""
-    return 20 if name in LONGER else 8
+def length(name: str) -> tuple[int, int]:
+    """Steps, and passes in each: many for one of each family, fewer for the other hundred, on five placements each."""
+    return 20 if name in LONGER else 6, MICRO_BATCHES if name in REPRESENTATIVES else 2
 
 
 def built(name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -50,7 +50,7 @@ def plainly(name: str, recipe: Recipe) -> tuple[list[float], list[float], dict[s
 @functools.cache
 def plain(name: str) -> tuple[Recipe, list[float], dict[str, torch.Tensor]]:
     """A recipe whose clipping acts on some steps only, about half of them, and what the plain loop makes of it."""
-    recipe = Recipe(steps(name), MICRO_BATCHES)
+    recipe = Recipe(*length(name))
     recipe = dataclasses.replace(recipe, clip=statistics.median(plainly(name, recipe)[0]))
     norms, losses, values = plainly(name, recipe)
     assert {norm > 0.999 * recipe.clip for norm in norms} == {True, False}, norms

@@ -116,7 +116,7 @@ class Machine:
             assert home.weight == "device" or unit in self.here
             passes = home.state != "device" or home.grad != "device"
             piped = self.program.piped
-            assert not piped or op.lane == (Lane.PAGES if passes else Lane.COMPUTE)
+            assert not piped or op.lane == Lane.PAGES, "one hand updates all of them"
             assert passes or piped or op.lane == self.program.update_lane
             assert (passes and not piped) == (op.item >= 0), "pages that pass are updated one by one, others together"
             assert piped or not passes or (unit, op.item) in self.pages.values(), (
