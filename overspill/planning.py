@@ -15,6 +15,7 @@ from torch import nn
 
 from overspill.config import FORMATS, Options, parse_nvme, parse_size
 from overspill.errors import BudgetError, OptionError, OverspillError, RankError, TierError
+from overspill.kernels.cpu import How
 from overspill.kernels.masters import KEPT
 from overspill.kernels.reference import Rule, rule_of
 from overspill.plan.memory import Request
@@ -261,7 +262,9 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
     ground, budget, page = where
     dtypes, place = _dtypes(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
     cpu, paged = ground.device.type == "cpu", ground.device.type in parts.PAGED
-    return Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, place, copied_norms=cpu, paged=paged)
+    cores = ground.device.type in parts.CORES and laid_out.spec.format.fields is not None and How.best() is not None
+    request = Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, place)
+    return dataclasses.replace(request, copied_norms=cpu, paged=paged, cores=cores)
 
 
 def improved(

@@ -326,6 +326,24 @@ def ring_slot_bytes(model: ModelSpec, placements: Sequence[Placement], wide: boo
     return most
 
 
+CORES_STAGED = 6
+"""Pages that may be with the host's cores: one that is updated, others on their way down or up."""
+
+
+FACTORS_STAGED = 512
+"""Bytes for the numbers that its gradients are multiplied with."""
+
+
+def staged_bytes(model: ModelSpec) -> int:
+    """What one page's weights, gradients and factors take at most, where the host's cores update it."""
+    most, wide = 0, torch.float32.itemsize
+    for unit in model.units:
+        for page in unit.pages:
+            pairs = [(part.numel, unit.params[part.param].dtype.itemsize) for part in page.parts]
+            most = max(most, sum(align(numel * item) + align(numel * wide) for numel, item in pairs))
+    return align(most, 4096) + FACTORS_STAGED * 8
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Bytes that may be used, per tier."""
@@ -362,3 +380,5 @@ class Limits:
     """Bytes of gradients that may be on their way home before the next one is sent."""
     lent: int = 0
     """Bytes planned for gradients that pages may have while there are none. See runtime/loans.py."""
+    cores: bool = False
+    """Whether the host's cores update pages too. See runtime/cores.py."""

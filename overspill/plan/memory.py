@@ -51,6 +51,8 @@ class Request:
     """Whether the norm of a 16-bit gradient takes an fp32 copy of it, as torch does without a GPU."""
     paged: bool = False
     """Whether pages are fetched ahead of the step, as they are on a GPU."""
+    cores: bool = False
+    """Whether the host's cores can update pages too."""
     activations: Activations | None = None
     """What they were seen to take, with a margin; None: not known yet."""
 

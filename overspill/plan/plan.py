@@ -109,5 +109,7 @@ class Plan:
         for placement, names in homes.items():
             shown = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} units)"
             notes.append(f"{shown}: weights {placement.weight}, gradients {placement.grad}, states {placement.state}")
+        if self.limits.cores:
+            notes.append("states on host: updated by the device as they pass, and by the host's cores, whoever is free")
         moved = ", ".join(f"{lane} {human(n)}" for lane, n in self.moved.items() if n)
         return [*notes, f"moved per step: {moved or 'nothing'}"]

@@ -15,6 +15,7 @@ from overspill.errors import BudgetError
 from overspill.plan.memory import NVME_BLOCK, Request, bytes_on, device_lines, simulated, taken_bytes
 from overspill.plan.plan import Line, Plan
 from overspill.specs import (
+    CORES_STAGED,
     ROLES,
     TIERS,
     KiB,
@@ -27,6 +28,7 @@ from overspill.specs import (
     align,
     human,
     ring_slot_bytes,
+    staged_bytes,
 )
 
 LEAST_SHARE = 32
@@ -227,12 +229,15 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
     )
     # Once they are known, all that nobody else needs is theirs: torch's allocator takes it before it looks for holes.
     lines.append(Line("device", "activations", rest if request.activations is not None else min(activations, rest)))
+    cores = _cores(request, placements)
+    limits = replace(limits, cores=cores > 0)
     uses_nvme = any(p.of(role) == "nvme" for p in placements for role in ROLES)
     staging = _staging_bytes(budget.host) if uses_nvme else 0
     elsewhere: tuple[TierName, ...] = ("host", "nvme")
     for tier in elsewhere:
         lines += [Line(tier, role, bytes_on(model, placements, role, tier)) for role in ROLES]
     lines.append(Line("host", "nvme staging", 2 * staging))
+    lines.append(Line("host", "updates on cores", cores))
     lines.append(Line("nvme", "file system", _file_system(lines)))
     if owned + _largest(model) > budget.device:
         raise BudgetError(_too_small(request, owned + _largest(model), placements))
@@ -253,6 +258,14 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
         if plan.peak(tier) > limit:
             raise BudgetError(_tier_too_small(plan, tier, limit))
     return plan
+
+
+def _cores(request: Request, placements: tuple[Placement, ...]) -> int:
+    """What the host's cores take to update pages, in host memory; 0: they do not, or there is no room for it."""
+    wanted = request.cores and any(p.state == "host" and p.grad == "device" for p in placements)
+    taken = sum(bytes_on(request.model, placements, role, "host") for role in ROLES)
+    staged = CORES_STAGED * staged_bytes(request.model)
+    return staged if wanted and taken + staged <= request.budget.host else 0
 
 
 def _file_system(lines: list[Line]) -> int:

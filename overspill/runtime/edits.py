@@ -64,6 +64,10 @@ class Edits:
                 if place in self._parts:
                     self._versions[place] = self._version(place)
 
+    def is_watched(self, place: Place, part: PartSpec) -> bool:
+        """Whether a part's weights may have been edited, or were."""
+        return place in self._prints or (*place, part.begin) in self.stale
+
     def look_at_version(self, place: Place) -> None:
         if place in self._parts and self._version(place) != self._versions[place]:
             self._mark(place)

@@ -16,6 +16,7 @@ others.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections import deque
@@ -24,11 +25,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from overspill.program import next_updates
+from overspill.runtime.cores import Cores
 from overspill.runtime.executor import Executor
 from overspill.runtime.lanes import Ticket
 from overspill.runtime.passage import Passage
 from overspill.runtime.ring import Page
-from overspill.tiers import Event
+from overspill.runtime.ways import When
+from overspill.tiers import Event, Together
 
 QUEUED = 6
 """Pages that may be on their way, each way, where slots are waited for: more than pass while nobody looks."""
@@ -52,6 +55,14 @@ class UnitWork:
     """Of the last page's update, when it is handed out."""
     hurried: bool = False
     """Whether somebody waits for it."""
+    with_cores: int = 0
+    """Pages that the host's cores have."""
+    events: list[Event] = field(default_factory=list)
+    """Of those that the cores are done with, and of the last other one."""
+
+    @property
+    def is_done(self) -> bool:
+        return not self.left and not self.with_cores
 
     @property
     def is_issued(self) -> bool:
@@ -67,9 +78,10 @@ class UnitWork:
 class Handing:
     """Updates that may run, and what is done for them, by one thread."""
 
-    def __init__(self, executor: Executor, passage: Passage) -> None:
+    def __init__(self, executor: Executor, passage: Passage, cores: Cores | None = None) -> None:
         self._executor = executor
         self._passage = passage
+        self._cores = cores
         self._works: list[UnitWork] = []
         """In the order in which they came."""
         self._submitted = 0
@@ -108,14 +120,14 @@ class Handing:
         with self._lock:
             works, submitted = tuple(self._works), self._submitted
         in_order, ready = _in_order(works)
-        if self._fetch(in_order, submitted) | self._update(ready) | self._send_home(ready):
+        if self._fetch(in_order, submitted) | self._update(ready) | self._send_home(ready) | self._share(ready):
             return True
         borrow = self._is_left(ready) and ready[0].is_computed
         if not borrow:
             self._passage.slots.give_back()
         if self._passage.look(borrow):
             return True
-        if ready and self._passage.on_the_way() is None:
+        if any(work.left for work in ready) and self._passage.on_the_way() is None:
             # If there is no slot, pages that could go home later have them all, or those that cannot be updated yet.
             if not len(self._passage.slots) and not self._passage.send_home():
                 self._passage.give_up(ready[0].unit)
@@ -125,8 +137,9 @@ class Handing:
     def waits(self) -> Callable[[], None] | None:
         """What waits until there is something to do; None: there is nothing."""
         with self._lock:
-            unready = next((work.waits[0].finish for work in self._works if work.waits), None)
-        return self._passage.on_the_way() or unready
+            unready = next((work.waits[0].finish for work in self._works if work.waits and work.left), None)
+        with_cores = self._cores.wait if self._cores is not None and self._cores.busy else None
+        return self._passage.on_the_way() or unready or with_cores
 
     def end(self) -> None:
         """What was fetched for later is given up."""
@@ -165,18 +178,57 @@ class Handing:
         """Update the next page that is there."""
         for work in ready:
             page = next((page for page in work.left if self._passage.has(page)), None)
-            if page is None and work.left:
+            if page is None and (work.left or work.with_cores):
                 continue
-            event = None
-            if page is not None:
-                work.left.remove(page)
-                event = self._passage.update(page, work.waits)
-            if not work.left:
-                with self._lock:
-                    self._works.remove(work)
-                work.future.set_result(event)
+            event = None if page is None else self._passage.update(page, work.waits)
+            with self._lock:
+                if page is not None:
+                    work.left.remove(page)
+                # Those before it are on the same stream.
+                self._finish(work, event if not work.left else None)
             return True
         return False
+
+    def _share(self, ready: Sequence[UnitWork]) -> bool:
+        """Give the next page that is not here to the cores. See cores.py, Note [Two hands]."""
+        if self._cores is None:
+            return False
+        for work in itertools.takewhile(lambda work: work.is_computed, ready):
+            waiting = self._passage.way_home.waiting
+            page = next((p for p in work.left if p not in waiting and not self._passage.has(p)), None)
+            if page is None:
+                continue
+            if not self._cores.can_take(page):
+                return False
+            with self._lock:
+                work.left.remove(page)
+                work.with_cores += 1
+            stored = self._passage.way_home.stored
+            if self._cores.take(page, work.waits, stored.get(page), functools.partial(self._came_back, work)):
+                stored.pop(page, None)
+                return True
+            with self._lock:
+                work.left.append(page)
+                work.with_cores -= 1
+        return False
+
+    def _came_back(self, work: UnitWork, event: When, failed: BaseException | None) -> None:
+        """The cores are done with a page. Called by their thread."""
+        with self._lock:
+            if failed is not None and work in self._works:
+                self._works.remove(work)
+                work.future.set_exception(failed)
+                return
+            work.with_cores -= 1
+            self._finish(work, event)
+
+    def _finish(self, work: UnitWork, event: When) -> None:
+        """Whoever waits for a unit goes on, if that was its last page. The lock is held."""
+        if event is not None:
+            work.events.append(event)
+        if work.is_done and work in self._works:
+            self._works.remove(work)
+            work.future.set_result(Together(tuple(work.events)) if work.events else None)
 
     def _send_home(self, ready: Sequence[UnitWork]) -> bool:
         """See loans.py, Note [Way home later]."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from overspill.errors import ModelError
-from overspill.kernels import codecs
+from overspill.kernels import codecs, cpu
 from overspill.kernels.elements import Elements
 from overspill.kernels.executors import Executor, executor_for
 from overspill.kernels.reference import Rule
@@ -18,7 +18,7 @@ from overspill.runtime.generation import as_flat
 from overspill.runtime.masters import Masters
 from overspill.runtime.pages import Pages, arrays_of
 from overspill.runtime.ranks import Meeting
-from overspill.runtime.updates import Share
+from overspill.runtime.updates import OnHost, Share
 from overspill.specs import KERNEL_PIECE, PartSpec
 from overspill.units.unit import Unit
 
@@ -75,6 +75,28 @@ class KernelUpdate:
                 )
                 executor.run(on, share.hypers, step)
             self._masters.edits.updated(unit, part)
+
+    def weight(self, unit: int, part: PartSpec) -> Tensor:
+        """A part's weights on the device."""
+        return self._units[unit].elements(part.param, part.begin, part.end)
+
+    def suits_cores(self, unit: int, part: PartSpec) -> bool:
+        """Whether the native library works on such weights, and nobody can have edited them unseen."""
+        place, dtype = (unit, part.param), self._units[unit].spec.params[part.param].dtype
+        kept = torch.bfloat16 if place in self._masters else torch.float32
+        return dtype == kept and not self._masters.edits.is_watched(place, part)
+
+    def run_on_host(self, page: tuple[int, int], parts: Sequence[OnHost], states: Tensor, how: cpu.How) -> None:
+        """As `run`, of a page whose states are in host memory, like its weights and gradients."""
+        unit, spec = page[0], self._pages.spec(*page)
+        for on in parts:
+            param, part = on.share.due.param, on.share.part
+            kept, *arrays = arrays_of(spec, part, states)
+            rest = kept if (unit, param) in self._masters else None
+            step = self._steps[unit, param]
+            key = codecs.key_of(self._first[unit] + param, step)
+            elements = Elements(on.weight, rest, on.gradient, on.factors, arrays, spec.format.name, part.begin, key)
+            cpu.RULES[self._rule.name](elements, on.share.hypers, step, how)
 
     def _pieces(self, unit: int, page: int, part: PartSpec, memory: Tensor) -> Iterator[tuple[int, int, list[Tensor]]]:
         """(first, last + 1, arrays) of some elements of a part at a time: widening them takes memory."""

@@ -23,6 +23,7 @@ from queue import SimpleQueue
 import torch
 
 from overspill.program import Lane, deadline
+from overspill.runtime.cores import Cores
 from overspill.runtime.executor import Executor
 from overspill.runtime.handing import Handing, UnitWork
 from overspill.runtime.lanes import Ticket
@@ -35,12 +36,12 @@ TURN = 0.0005
 class Pager:
     """Runs until it is closed or forgotten, or Python ends. Its thread refers to it only while it works."""
 
-    def __init__(self, executor: Executor, passage: Passage, device: torch.device) -> None:
+    def __init__(self, executor: Executor, passage: Passage, device: torch.device, cores: Cores | None = None) -> None:
         self._executor = executor
         self._passage = passage
-        self._handing = Handing(executor, passage)
+        self.cores = cores
+        self._handing = Handing(executor, passage, cores)
         self._device = device
-        self.moved: Counter[Lane] = passage.moved
         self._wake: SimpleQueue[None] = SimpleQueue()
         """Not an event: it is also used by whoever collects garbage, in the middle of anything."""
         self._idle = threading.Event()
@@ -56,6 +57,10 @@ class Pager:
         _pagers.add(self)
 
     # --- what others call
+
+    @property
+    def moved(self) -> Counter[Lane]:
+        return self._passage.moved + (Counter() if self.cores is None else self.cores.moved)
 
     def submit(self, unit: int, waits: Sequence[Ticket]) -> Ticket:
         """Update a unit; the ticket is ready when its last page is handed out."""
@@ -95,6 +100,8 @@ class Pager:
         self._wake.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()
+        if self.cores is not None:
+            self.cores.close()
         if self._turns is not None:
             self._turns()
 

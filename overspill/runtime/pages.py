@@ -11,7 +11,7 @@ from overspill.runtime.executor import Executor, Handler
 from overspill.runtime.lanes import Work
 from overspill.runtime.ring import Ring
 from overspill.specs import ModelSpec, PageSpec, PartSpec, align
-from overspill.tiers import Slot, Tier
+from overspill.tiers import HostTier, Slot, Tier
 
 Home = tuple[Tier, Slot]
 
@@ -76,6 +76,13 @@ class Pages:
 
     def spec(self, unit: int, page: int) -> PageSpec:
         return self.model.units[unit].pages[page]
+
+    def at_home(self, unit: int, page: int) -> Tensor | None:
+        """The page's own bytes in host memory: uint8; None: they are elsewhere, or there are none yet."""
+        home = self.home(unit, page)
+        if home is None or not isinstance(home[0], HostTier) or (unit, page) not in self._filled:
+            return None
+        return home[0].tensor(home[1])
 
     # --- for the update of a page
 

@@ -44,6 +44,8 @@ log = logging.getLogger("overspill")
 
 Tiers = dict[TierName, Tier]
 
+CORES: set[str] = set()
+"""Kinds of devices beside which the host's cores update pages too. See cores.py."""
 PAGED = {"cuda"}
 """Kinds of devices on which updates run ahead of their use. Without a GPU they would take cores from the model."""
 
@@ -204,7 +206,12 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
 
         loans = grads.rooms.loans if grads.rooms is not None else Loans()
         loans.allow(model.units, placements, program.limits.lent)
-        executor.pager = Pager(executor, Passage(executor, pages, updates, loans), materials.device)
+        cores = None
+        if program.limits.cores and isinstance(update, KernelUpdate):
+            from overspill.runtime.cores import Cores
+
+            cores = Cores(executor, pages, updates, update)
+        executor.pager = Pager(executor, Passage(executor, pages, updates, loans), materials.device, cores)
     return Made(units, executor, weights, grads, pages, masters, update, updates, recorder, ranks, collector)
 
 

@@ -2,11 +2,6 @@
 
 On cuda everything here is only put on streams; a slot is free again when its page is home. Where the next page is not
 to wait for the host, it goes into a slot whose page is still on its way home, and comes behind that.
-
-Note [Gaps]: as long as a copy to the host is queued behind another one, the GPU does not look at those of other
-streams: a single number that the model reads waited until all pages were home, however few were queued at a time. So
-after every few pages the stream waits for a short kernel elsewhere, which lets the others in, at the same rate
-(docs/log.md). Copies to the device do not hold each other up like that.
 """
 
 from __future__ import annotations
@@ -16,62 +11,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from overspill.program import Key, Kind, Lane, Op
 from overspill.runtime.executor import Executor
-from overspill.runtime.lanes import DEVICE_CYCLES_PER_SECOND, Lanes, Ticket, Work
+from overspill.runtime.lanes import Ticket, Work
 from overspill.runtime.loans import Loans
 from overspill.runtime.pages import Pages
 from overspill.runtime.ring import Page
 from overspill.runtime.slots import Slots
 from overspill.runtime.updates import Updates
-from overspill.tiers import Event, recorded
-
-When = Event | None
-"""None: it is over, as everything is at once without a GPU."""
-GAP_PAGES = 3
-GAP_SECONDS = 20e-6
-"""See Note [Gaps]."""
-
-
-class _Ways:
-    """Streams of its own, up, down and for updates: what others queued on theirs may wait for the model."""
-
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
-        self._streams: dict[Lane, torch.cuda.Stream] = {}
-        self._since_gap = 0
-        if lanes.device.type == "cuda":
-            # Updates are short, and whole copies wait for them: they go before what computes meanwhile.
-            for lane, priority in ((Lane.UP, 0), (Lane.UPDATE, -1), (Lane.DOWN, 0), (Lane.PAGES, -1)):
-                self._streams[lane] = torch.cuda.Stream(lanes.device, priority=priority)
-
-    def put(self, op: Op, work: Work, waits: Sequence[When]) -> When:
-        """On the stream of the op's lane, behind some events."""
-        if not self._streams:
-            self._lanes.timed(op.lane, op, work)
-            return None
-        stream = self._streams[op.lane]
-        for event in waits:
-            if event is not None:
-                event.wait(stream)
-        torch.cuda.set_stream(stream)
-        self._lanes.timed(op.lane, op, work)
-        return recorded(stream)
-
-    def let_others_in(self) -> None:
-        """See Note [Gaps]."""
-        self._since_gap += 1
-        if not self._streams or self._since_gap < GAP_PAGES:
-            return
-        self._since_gap = 0
-        aside, down = self._streams[Lane.PAGES], self._streams[Lane.DOWN]
-        recorded(down).wait(aside)
-        torch.cuda.set_stream(aside)
-        torch.cuda._sleep(int(GAP_SECONDS * DEVICE_CYCLES_PER_SECOND))
-        recorded(aside).wait(down)
+from overspill.runtime.ways import Ways, When
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +40,7 @@ class _Leaving:
 class WayHome:
     """Pages that are updated: they wait in their slots, then go, in the order of their updates."""
 
-    def __init__(self, ways: _Ways, free: Callable[[int], None]) -> None:
+    def __init__(self, ways: Ways, free: Callable[[int], None]) -> None:
         self._ways = ways
         self._free = free
         self.waiting: dict[Page, _Leaving] = {}
@@ -157,7 +107,7 @@ class Passage:
         self._executor = executor
         self._pages = pages
         self._updates = updates
-        self._ways = _Ways(executor.lanes)
+        self._ways = Ways(executor.lanes)
         self.moved: Counter[Lane] = Counter({Lane.UP: 0, Lane.DOWN: 0})
         self.slots = Slots(pages.ring, loans, executor.program.limits.depth)
         self.loans = loans

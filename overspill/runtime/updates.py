@@ -103,6 +103,16 @@ class Share:
         return self.due.generation.part(value, begin, end)
 
 
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """A share whose arrays are in host memory."""
+
+    share: Share
+    weight: Tensor
+    gradient: Tensor
+    factors: Sequence[Tensor]
+
+
 class Update(Protocol):
     """Who does the arithmetic of updates, and knows the optimizer's states."""
 
@@ -186,7 +196,8 @@ class Updates:
         self._masters.edits.due([(unit, param) for param in due])
         self._update.due(unit, due)
 
-    def _shares(self, unit: int, page: int) -> list[Share]:
+    def shares(self, unit: int, page: int) -> list[Share]:
+        """What an update of a page has to do."""
         parts: dict[int, list[PartSpec]] = {}
         for part in self._pages.spec(unit, page).parts:
             parts.setdefault(part.param, []).append(part)
@@ -213,7 +224,7 @@ class Updates:
             for each in loads:
                 each()
 
-        for share in self._shares(*key):
+        for share in self.shares(*key):
             dtype = share.due.generation.dtype
             nbytes = share.part.numel * dtype.itemsize
             value = slot[at : at + nbytes].view(dtype)
@@ -248,7 +259,7 @@ class Updates:
 
     def run_page(self, unit: int, page: int) -> None:
         """Update a page; everything is on the device."""
-        shares = self._shares(unit, page)
+        shares = self.shares(unit, page)
         if shares:
             self._update.run(unit, page, shares)
         self._staged.pop((unit, page), None)

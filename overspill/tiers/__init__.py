@@ -11,7 +11,7 @@ May be imported here: `overspill.errors`, `specs`, `config`, `trace`, this folde
 
 from overspill.tiers.base import Slot, Tier
 from overspill.tiers.device import HeldBudget, keep_no_freed_memory, share_one_heap
-from overspill.tiers.driver import Event, recorded
+from overspill.tiers.driver import Event, Together, recorded
 from overspill.tiers.growing import GrowingTier
 from overspill.tiers.host import HostTier
 from overspill.tiers.malloc import freed_at_once
@@ -32,6 +32,7 @@ __all__ = [
     "NvmeTier",
     "Slot",
     "Tier",
+    "Together",
     "device_available",
     "disk_free",
     "freed_at_once",

@@ -106,6 +106,27 @@ class _Mark:
         _check(self._driver.synchronize(self._handle), "wait for an event")
 
 
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Several events: over when all are."""
+
+    events: tuple[Event, ...]
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        raise AssertionError("each of them is recorded by itself")
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        for event in self.events:
+            event.wait(stream)
+
+    def query(self) -> bool:
+        return all(event.query() for event in self.events)
+
+    def synchronize(self) -> None:
+        for event in self.events:
+            event.synchronize()
+
+
 def recorded(stream: torch.cuda.Stream) -> Event:
     """An event behind all that a stream was given so far."""
     driver = _driver()

@@ -1,0 +1,184 @@
+"""Pages that are updated where they live, by the host's own cores, while others pass through the ring.
+
+Note [Two hands]: of a page that the cores update, only gradients and weights go down and new weights come up: with
+exact states 6 bytes for each parameter instead of 20. The cores pass over about as many parameters in a second as the
+link does, so both together are faster than either. Whoever is free takes the next page, in the same order, so nobody
+has to know beforehand how fast each of them is.
+
+Everything is put on streams of its own here; a thread waits for what arrives, lets the cores work (which takes the
+interpreter's lock from nobody), and sends the weights back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from overspill.kernels import cpu
+from overspill.program import Kind, Lane, Op
+from overspill.runtime.executor import Executor
+from overspill.runtime.kernel_update import KernelUpdate
+from overspill.runtime.lanes import Ticket
+from overspill.runtime.pages import Pages
+from overspill.runtime.ring import Page
+from overspill.runtime.updates import OnHost, Share, Updates
+from overspill.runtime.ways import Ways, When
+from overspill.specs import CORES_STAGED, FACTORS_STAGED, align, staged_bytes
+from overspill.tiers import HostTier, Slot, workers
+
+Done = Callable[[When, BaseException | None], None]
+"""(when the weights are there, or None; what went wrong, if anything did)"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """A part of a page whose weights and gradients are on the host for a while."""
+
+    on: OnHost
+    places: Sequence[Slot]
+    """Of weights, gradients and factors in the staging memory."""
+    sources: Sequence[Tensor]
+    """The same on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A page on its way through the cores."""
+
+    page: Page
+    room: int
+    """Which part of the staging memory it has."""
+    states: Tensor
+    """uint8 [state_bytes], in host memory."""
+    parts: Sequence[_Staged]
+    arrived: When
+    stored: When
+    """When the page itself is home."""
+    done: Done
+
+
+class Cores:
+    """Takes pages from one thread; see handing.py."""
+
+    def __init__(self, executor: Executor, pages: Pages, updates: Updates, update: KernelUpdate) -> None:
+        self._device = executor.lanes.device
+        how = cpu.How.best()
+        assert how is not None, "there is no native library"
+        # The loop, the thread of pages and this one go on meanwhile.
+        self._how = cpu.How(how.instructions, max(1, how.threads - 3))
+        self._executor, self._pages, self._updates, self._update = executor, pages, updates, update
+        self._ways = Ways(executor.lanes)
+        self._thread = workers(1, "overspill-cores")
+        nbytes = staged_bytes(executor.program.model)
+        self._tier = HostTier(CORES_STAGED * nbytes)
+        self._rooms = [self._tier.reserve(nbytes) for _ in range(CORES_STAGED)]
+        if self._device.type == "cuda":
+            self._tier.pin()
+        self._free = deque(range(CORES_STAGED))
+        self._leaving: deque[tuple[int, When]] = deque()
+        """Parts of the staging memory whose weights are on their way up."""
+        self._error: BaseException | None = None
+        self.moved: Counter[Lane] = Counter()
+        self.elements, self.seconds = 0, 0.0
+        """What the cores did so far, and how long they took for it."""
+
+    @property
+    def busy(self) -> bool:
+        return len(self._free) + len(self._leaving) < CORES_STAGED
+
+    def wait(self) -> None:
+        """Until something changes, or for a moment."""
+        time.sleep(0.0005)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+        self._tier.close()
+
+    def can_take(self, page: Page) -> bool:
+        """Whether the cores could update it, and are not busy with others."""
+        if self._error is not None:
+            raise RuntimeError("the cores stopped") from self._error
+        while self._leaving and (self._leaving[0][1] is None or self._leaving[0][1].query()):
+            self._free.append(self._leaving.popleft()[0])
+        home = self._executor.program.placements[page[0]]
+        return bool(self._free) and home.grad == "device" and self._pages.at_home(*page) is not None
+
+    def take(self, page: Page, waits: Sequence[Ticket], stored: When, done: Done) -> bool:
+        """Update a page and call `done` when its weights are on their way up; False: it is not for the cores."""
+        shares, room = self._updates.shares(*page), self._free[0]
+        found = [self._staged(page, share, self._rooms[room], at) for share, at in _places(shares)]
+        states, parts = self._pages.at_home(*page), [part for part in found if part is not None]
+        if states is None or not parts or len(parts) < len(found):
+            return False
+        self._free.popleft()
+
+        def down() -> None:
+            for part in parts:
+                for place, source in zip(part.places, part.sources, strict=True):
+                    self._tier.store(place, source.reshape(-1).view(torch.uint8))
+
+        nbytes = sum(place.nbytes for part in parts for place in part.places)
+        self.moved[Lane.DOWN] += nbytes
+        self.moved[Lane.UP] += sum(part.places[0].nbytes for part in parts)
+        op = Op(Kind.PAGE_GRADS, Lane.DOWN, *page, nbytes)
+        arrived = self._ways.put(op, down, [ticket.event() for ticket in waits])
+        task = _Task(page, room, states, parts, arrived, stored, done)
+        self._thread.submit(self._run, task)
+        return True
+
+    def _staged(self, page: Page, share: Share, room: Slot, at: int) -> _Staged | None:
+        """A share's arrays from a place of the staging memory on; None: it takes more than the cores can do."""
+        kept = share.as_kept()
+        if kept is None or not self._update.suits_cores(page[0], share.part):
+            return None
+        sources = [self._update.weight(page[0], share.part), kept[0], *kept[1]]
+        places = [room.piece(at, sources[0].nbytes), room.piece(at + align(sources[0].nbytes), sources[1].nbytes)]
+        places += [room.piece(room.nbytes - FACTORS_STAGED + 4 * i, 4) for i in range(len(kept[1]))]
+        arrays = [self._tier.tensor(p).view(s.dtype) for p, s in zip(places, sources, strict=True)]
+        return _Staged(OnHost(share, arrays[0], arrays[1], arrays[2:]), places, sources)
+
+    # --- the thread
+
+    def _run(self, task: _Task) -> None:
+        up, failed = None, None
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            for event in (task.arrived, task.stored):
+                if event is not None:
+                    event.synchronize()
+            begin = time.perf_counter()
+            self._update.run_on_host(task.page, [part.on for part in task.parts], task.states, self._how)
+            self.seconds += time.perf_counter() - begin
+            self.elements += sum(part.on.weight.numel() for part in task.parts)
+            with self._executor.views:
+                up = self._up(task)
+            self._leaving.append((task.room, up))
+        except BaseException as error:
+            self._error = failed = error
+            raise
+        finally:
+            task.done(up, failed)
+
+    def _up(self, task: _Task) -> When:
+        def up() -> None:
+            for part in task.parts:
+                self._tier.load(part.places[0], part.sources[0].view(torch.uint8))
+
+        nbytes = sum(part.places[0].nbytes for part in task.parts)
+        return self._ways.put(Op(Kind.UPDATE, Lane.UP, *task.page, nbytes), up, ())
+
+
+def _places(shares: Sequence[Share]) -> list[tuple[Share, int]]:
+    """Shares, and where each begins in the staging memory."""
+    found, at = [], 0
+    for share in shares:
+        found.append((share, at))
+        generation = share.due.generation
+        at += sum(align(share.part.numel * dtype.itemsize) for dtype in (generation.spec.dtype, generation.dtype))
+    return found

@@ -1,0 +1,108 @@
+"""Pages that the host's cores update while others pass through the ring: the same bits, and nobody is forgotten."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import overspill
+from overspill.errors import StateError
+from overspill.kernels import cpu, executors
+from overspill.kernels.reference import ieee_root
+from overspill.plan import solver
+from overspill.program import Kind
+from overspill.runtime import cores, parts, rooms
+from overspill.specs import KiB
+from tests.cpu.test_ahead import check, loop, prepare, trained
+from tests.reference import weights
+
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no native library")
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with a short ring of small pages."""
+    monkeypatch.setattr(parts, "PAGED", {"cpu"})
+    monkeypatch.setattr(rooms, "PIECES", {"cpu"})
+    monkeypatch.setattr(parts, "CORES", {"cpu"})
+    monkeypatch.setattr(solver, "PAGE", (512, 2 * KiB))
+    monkeypatch.setattr(solver, "DEPTHS", (2,))
+    monkeypatch.setattr(solver, "MOST_SLOTS", 2)
+    # The root of the cores, and of a GPU.
+    monkeypatch.setattr(executors, "torch_root", ieee_root)
+
+
+def with_cores(nvme: Path, delays: dict[Kind, float] | None = None, **keywords: Any) -> tuple[Any, Any, float]:
+    """What was trained, and how much of it the cores updated."""
+    passes, clip = keywords.pop("passes", 1), keywords.pop("clip", 0.5)
+    model, optimizer = prepare("states", nvme, micro_batches=passes, **keywords)
+    engine = overspill.api._engine(model)
+    engine.executor.lanes.delays |= {Kind.STATE_FETCH: 0.001, **(delays or {})}
+    found = loop(model, optimizer, passes, clip)
+    overspill.settle(model)
+    used: cores.Cores = engine.executor.pager.cores
+    share = used.elements / sum(p.numel() for p in model.parameters()) / len(found)
+    return found, weights(overspill.close(model)), share
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("states", ["exact", "bf16", "compact"])
+def test_the_same_bits_whoever_updates(states: str, passes: int, both: None, tmp_path: Path) -> None:
+    *found, share = with_cores(tmp_path, states=states, passes=passes)
+    check(tuple(found), trained("device", tmp_path, clip=0.5, states=states, passes=passes))
+    assert 0.1 < share < 1, "each of them had some"
+
+
+@pytest.mark.parametrize("update", ["eager", "delayed"])
+def test_whenever_updates_begin(update: str, both: None, tmp_path: Path) -> None:
+    more: Any = {"update": update, "clip": 0.0} | ({"delay_after": 2} if update == "delayed" else {})
+    *found, share = with_cores(tmp_path, **more)
+    check(tuple(found), trained("device", tmp_path, **more))
+    assert share > 0.05
+
+
+@pytest.mark.parametrize("kind", [Kind.PAGE_GRADS, Kind.UPDATE, Kind.STATE_STORE, Kind.DUE, Kind.UPDATED])
+def test_delays_change_no_bit(kind: Kind, both: None, tmp_path: Path) -> None:
+    *found, share = with_cores(tmp_path, {kind: 0.002})
+    check(tuple(found), trained("device", tmp_path, clip=0.5))
+    assert share > 0
+
+
+def test_states_are_seen_as_they_are(both: None, tmp_path: Path) -> None:
+    """Also by who reads them while the cores have been at work, and edits weights in between."""
+    found = []
+    for place in ("device", "states"):
+        model, optimizer = prepare(place, tmp_path, states="compact")
+        loop(model, optimizer)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+        loop(model, optimizer)
+        state = optimizer.state_dict()["state"]
+        found.append({f"{i}.{k}": v for i, each in state.items() for k, v in each.items()})
+        overspill.close(model)
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_of_the_cores_is_heard_of(both: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, optimizer = prepare("states", tmp_path)
+    engine = overspill.api._engine(model)
+    engine.executor.lanes.delays |= {Kind.STATE_FETCH: 0.001}
+    monkeypatch.setattr(engine.parts.made.update, "run_on_host", lambda *args: 1 / 0)
+    with pytest.raises((StateError, ZeroDivisionError, RuntimeError), match=r"division by zero|ZeroDivision|cores"):
+        loop(model, optimizer)
+
+
+def test_the_plan_counts_what_they_take(both: None, tmp_path: Path) -> None:
+    model, optimizer = prepare("states", tmp_path)
+    plan = optimizer.report()["plan"]
+    assert plan.limits.cores and "cores" in str(plan)
+    assert plan.bytes_of("host", "updates on cores") >= 6 * 2 * KiB
+    overspill.close(model)
+    least = plan.peak("host") - plan.bytes_of("host", "updates on cores")
+    model, optimizer = prepare("states", tmp_path, host=least)
+    assert not optimizer.report()["plan"].limits.cores, "they go without where there is no room"
+    overspill.close(model)
