@@ -106,13 +106,13 @@ class Cores:
         while self._leaving and (self._leaving[0][1] is None or self._leaving[0][1].query()):
             self._free.append(self._leaving.popleft()[0])
         home = self._executor.program.placements[page[0]]
-        return bool(self._free) and home.grad == "device" and self._pages.at_home(*page) is not None
+        return bool(self._free) and home.grad == "device" and _at_home(self._pages, page) is not None
 
     def take(self, page: Page, waits: Sequence[Ticket], stored: When, done: Done) -> bool:
         """Update a page and call `done` when its weights are on their way up; False: it is not for the cores."""
         shares, room = self._updates.shares(*page), self._free[0]
         found = [self._staged(page, share, self._rooms[room], at) for share, at in _places(shares)]
-        states, parts = self._pages.at_home(*page), [part for part in found if part is not None]
+        states, parts = _at_home(self._pages, page), [part for part in found if part is not None]
         if states is None or not parts or len(parts) < len(found):
             return False
         self._free.popleft()
@@ -172,6 +172,14 @@ class Cores:
 
         nbytes = sum(part.places[0].nbytes for part in task.parts)
         return self._ways.put(Op(Kind.UPDATE, Lane.UP, *task.page, nbytes), up, ())
+
+
+def _at_home(pages: Pages, page: Page) -> Tensor | None:
+    """A page's own bytes in host memory: uint8; None: they are elsewhere, or there are none yet."""
+    home = pages.home(*page)
+    if home is None or not isinstance(home[0], HostTier) or page not in pages.filled:
+        return None
+    return home[0].tensor(home[1])
 
 
 def _places(shares: Sequence[Share]) -> list[tuple[Share, int]]:

@@ -11,7 +11,7 @@ from overspill.runtime.executor import Executor, Handler
 from overspill.runtime.lanes import Work
 from overspill.runtime.ring import Ring
 from overspill.specs import ModelSpec, PageSpec, PartSpec, align
-from overspill.tiers import HostTier, Slot, Tier
+from overspill.tiers import Slot, Tier
 
 Home = tuple[Tier, Slot]
 
@@ -52,7 +52,8 @@ class Pages:
         self._executor = executor
         self._here: dict[tuple[int, int], Tensor] = {}
         """Pages that live on the device, and those that are there for an update."""
-        self._filled: set[tuple[int, int]] = set()
+        self.filled: set[tuple[int, int]] = set()
+        """Pages whose homes have their bytes."""
         self._left: dict[tuple[int, int], Home] = {}
         """Homes of pages that moved in."""
         self.ring = Ring(model, executor.program.placements, self.device)
@@ -77,13 +78,6 @@ class Pages:
     def spec(self, unit: int, page: int) -> PageSpec:
         return self.model.units[unit].pages[page]
 
-    def at_home(self, unit: int, page: int) -> Tensor | None:
-        """The page's own bytes in host memory: uint8; None: they are elsewhere, or there are none yet."""
-        home = self.home(unit, page)
-        if home is None or not isinstance(home[0], HostTier) or (unit, page) not in self._filled:
-            return None
-        return home[0].tensor(home[1])
-
     # --- for the update of a page
 
     def make(self, unit: int, page: int) -> Tensor:
@@ -105,7 +99,7 @@ class Pages:
             if home is None:
                 continue
             self._here.pop((unit, page), None)
-            if (unit, page) in self._filled:
+            if (unit, page) in self.filled:
                 memory = torch.empty(spec.state_bytes, dtype=torch.uint8, device=self.device)
                 home[0].load(home[1], memory)
                 self._here[unit, page] = memory
@@ -120,7 +114,7 @@ class Pages:
             memory = self._here.pop((unit, page), None)
             if memory is not None:
                 home[0].store(home[1], memory)
-                self._filled.add((unit, page))
+                self.filled.add((unit, page))
             self._homes[unit][page] = home
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -153,7 +147,7 @@ class Pages:
         if home is None:
             return None
         self._here.pop(page, None)
-        if page not in self._filled:
+        if page not in self.filled:
             # Nothing to fetch yet; the page is made when the optimizer has made its states.
             return None
         memory = self.ring.memory(page)[: self.spec(*page).state_bytes]
@@ -170,7 +164,7 @@ class Pages:
         home, memory = self.home(*page), self._here.get(page)
         if home is None or memory is None:
             return None
-        self._filled.add(page)
+        self.filled.add(page)
         return lambda: home[0].store(home[1], memory)
 
     # --- from outside, while no update of the unit is pending
@@ -182,7 +176,7 @@ class Pages:
             return self.make(unit, page)
         self._executor.finish_latest(Key(Kind.STATE_STORE, unit, page))
         out = torch.zeros(self.spec(unit, page).state_bytes, dtype=torch.uint8)
-        if (unit, page) in self._filled:
+        if (unit, page) in self.filled:
             home[0].load(home[1], out)
         return out
 
@@ -195,7 +189,7 @@ class Pages:
                 own[: memory.numel()].copy_(memory)
             return
         self._executor.finish_latest(Key(Kind.STATE_STORE, unit, page))
-        self._filled.add((unit, page))
+        self.filled.add((unit, page))
         home[0].store(home[1], memory)
         if self.elsewhere is not None:
             self.elsewhere.written((unit, page), memory)

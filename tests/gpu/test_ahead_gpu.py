@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import overspill
 from overspill.plan import solver
 from overspill.program import Kind
+from overspill.runtime import parts
+from overspill.runtime.kernel_update import KernelUpdate
 from overspill.specs import KiB, MiB
 from overspill.tiers import HostTier, driver, recorded
 from tests.reference import differing, weights
@@ -278,3 +280,26 @@ def test_the_budget_holds_over_a_thousand_steps_of_all_lengths() -> None:
     assert report["measured"]["device"] - others <= report["plan"].budget.device
     assert len(plans) > 1, "no other plan ever came into force"
     overspill.close(model)
+
+
+@pytest.mark.parametrize("states", ["exact", "bf16", "compact"])
+def test_the_hosts_cores_give_the_same_bits(states: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They take pages from the ring's thread, where those live."""
+    monkeypatch.setattr(solver, "PAGE", (64 * KiB, 256 * KiB))
+    monkeypatch.setattr(solver, "DEPTHS", (2,))
+    monkeypatch.setattr(solver, "MOST_SLOTS", 2)
+    expected = trained("device", tmp_path, clip=1e-3, states=states)
+    monkeypatch.setattr(parts, "CORES", {"cuda"})
+    updated: list[int] = []
+    run = KernelUpdate.run_on_host
+
+    def run_on_host(update: KernelUpdate, page: tuple[int, int], *rest: Any) -> None:
+        updated.append(page[0])
+        run(update, page, *rest)
+
+    monkeypatch.setattr(KernelUpdate, "run_on_host", run_on_host)
+    for kind in (None, Kind.PAGE_GRADS, Kind.STATE_FETCH, Kind.UPDATE, Kind.STATE_STORE):
+        updated.clear()
+        check(trained("states", tmp_path, {kind: 0.002} if kind else None, clip=1e-3, states=states), expected)
+        assert updated, "the cores had no page"
+    check(trained("states", tmp_path, update="eager", states=states), trained("device", tmp_path, states=states))
