@@ -331,7 +331,7 @@ CORES_STAGED = 6
 
 
 FACTORS_STAGED = 512
-"""Bytes for the numbers that its gradients are multiplied with."""
+"""Bytes for the numbers that the gradient of a part is multiplied with."""
 
 
 def staged_bytes(model: ModelSpec) -> int:
@@ -340,8 +340,9 @@ def staged_bytes(model: ModelSpec) -> int:
     for unit in model.units:
         for page in unit.pages:
             pairs = [(part.numel, unit.params[part.param].dtype.itemsize) for part in page.parts]
-            most = max(most, sum(align(numel * item) + align(numel * wide) for numel, item in pairs))
-    return align(most, 4096) + FACTORS_STAGED * 8
+            sizes = (align(numel * item) + align(numel * wide) + FACTORS_STAGED for numel, item in pairs)
+            most = max(most, sum(sizes))
+    return align(most, 4096)
 
 
 @dataclass(frozen=True, slots=True)

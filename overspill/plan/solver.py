@@ -229,10 +229,10 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
     )
     # Once they are known, all that nobody else needs is theirs: torch's allocator takes it before it looks for holes.
     lines.append(Line("device", "activations", rest if request.activations is not None else min(activations, rest)))
-    cores = _cores(request, placements)
-    limits = replace(limits, cores=cores > 0)
     uses_nvme = any(p.of(role) == "nvme" for p in placements for role in ROLES)
     staging = _staging_bytes(budget.host) if uses_nvme else 0
+    cores = _cores(request, placements, staging)
+    limits = replace(limits, cores=cores > 0)
     elsewhere: tuple[TierName, ...] = ("host", "nvme")
     for tier in elsewhere:
         lines += [Line(tier, role, bytes_on(model, placements, role, tier)) for role in ROLES]
@@ -260,10 +260,11 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
     return plan
 
 
-def _cores(request: Request, placements: tuple[Placement, ...]) -> int:
+def _cores(request: Request, placements: tuple[Placement, ...], staging: int) -> int:
     """What the host's cores take to update pages, in host memory; 0: they do not, or there is no room for it."""
-    wanted = request.cores and any(p.state == "host" and p.grad == "device" for p in placements)
-    taken = sum(bytes_on(request.model, placements, role, "host") for role in ROLES)
+    from_disk = any("nvme" in (p.state, p.grad) for p in placements)
+    wanted = request.cores and not from_disk and any(p.state == "host" and p.grad == "device" for p in placements)
+    taken = sum(bytes_on(request.model, placements, role, "host") for role in ROLES) + 2 * staging
     staged = CORES_STAGED * staged_bytes(request.model)
     return staged if wanted and taken + staged <= request.budget.host else 0
 

@@ -56,7 +56,8 @@ class Lane(StrEnum):
     DOWN = "down"
     UPDATE = "update"
     PAGES = "pages"
-    """Whole units, to whoever passes their pages through the ring: up, updated, and down."""
+    """Whole units, to whoever passes their pages through the ring: up, updated, and down; or updates them where they
+    live."""
     READ = "read"
     WRITE = "write"
     COMM = "comm"

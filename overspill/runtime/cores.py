@@ -26,10 +26,10 @@ from overspill.runtime.kernel_update import KernelUpdate
 from overspill.runtime.lanes import Ticket
 from overspill.runtime.pages import Pages
 from overspill.runtime.ring import Page
-from overspill.runtime.updates import OnHost, Share, Updates
+from overspill.runtime.updates import AsKept, OnHost, Share, Updates
 from overspill.runtime.ways import Ways, When
 from overspill.specs import CORES_STAGED, FACTORS_STAGED, align, staged_bytes
-from overspill.tiers import HostTier, Slot, workers
+from overspill.tiers import HostTier, Slot, node_of, workers
 
 Done = Callable[[When, BaseException | None], None]
 """(when the weights are there, or None; what went wrong, if anything did)"""
@@ -42,13 +42,11 @@ class _Staged:
     on: OnHost
     places: Sequence[Slot]
     """Of weights, gradients and factors in the staging memory."""
-    sources: Sequence[Tensor]
-    """The same on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A page on its way through the cores."""
+    """A page on its way through the cores. Has no view of weights: the engine would take it for the user's."""
 
     page: Page
     room: int
@@ -75,7 +73,7 @@ class Cores:
         self._ways = Ways(executor.lanes)
         self._thread = workers(1, "overspill-cores")
         nbytes = staged_bytes(executor.program.model)
-        self._tier = HostTier(CORES_STAGED * nbytes)
+        self._tier = HostTier(CORES_STAGED * nbytes, node=node_of(self._device))
         self._rooms = [self._tier.reserve(nbytes) for _ in range(CORES_STAGED)]
         if self._device.type == "cuda":
             self._tier.pin()
@@ -83,17 +81,15 @@ class Cores:
         self._leaving: deque[tuple[int, When]] = deque()
         """Parts of the staging memory whose weights are on their way up."""
         self._error: BaseException | None = None
-        self.moved: Counter[Lane] = Counter()
+        self.moved: Counter[Lane] = Counter({Lane.UP: 0, Lane.DOWN: 0})
         self.elements, self.seconds = 0, 0.0
         """What the cores did so far, and how long they took for it."""
 
     @property
     def busy(self) -> bool:
+        if self._error is not None:
+            raise RuntimeError("the cores stopped") from self._error
         return len(self._free) + len(self._leaving) < CORES_STAGED
-
-    def wait(self) -> None:
-        """Until something changes, or for a moment."""
-        time.sleep(0.0005)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
@@ -101,8 +97,6 @@ class Cores:
 
     def can_take(self, page: Page) -> bool:
         """Whether the cores could update it, and are not busy with others."""
-        if self._error is not None:
-            raise RuntimeError("the cores stopped") from self._error
         while self._leaving and (self._leaving[0][1] is None or self._leaving[0][1].query()):
             self._free.append(self._leaving.popleft()[0])
         home = self._executor.program.placements[page[0]]
@@ -110,37 +104,45 @@ class Cores:
 
     def take(self, page: Page, waits: Sequence[Ticket], stored: When, done: Done) -> bool:
         """Update a page and call `done` when its weights are on their way up; False: it is not for the cores."""
-        shares, room = self._updates.shares(*page), self._free[0]
-        found = [self._staged(page, share, self._rooms[room], at) for share, at in _places(shares)]
-        states, parts = _at_home(self._pages, page), [part for part in found if part is not None]
-        if states is None or not parts or len(parts) < len(found):
+        shares, states, room = self._updates.shares(*page), _at_home(self._pages, page), self._free[0]
+        kept = [share.as_kept() for share in shares]
+        known = [found for found in kept if found is not None]
+        suits = all(self._update.suits_cores(page[0], share.part) for share in shares)
+        if states is None or not shares or not suits or len(known) < len(kept):
             return False
+        parts = self._staged(shares, known, self._rooms[room])
         self._free.popleft()
 
         def down() -> None:
-            for part in parts:
-                for place, source in zip(part.places, part.sources, strict=True):
+            for part, (gradient, factors) in zip(parts, known, strict=True):
+                sources = (self._update.weight(page[0], part.on.share.part), gradient, *factors)
+                for place, source in zip(part.places, sources, strict=True):
                     self._tier.store(place, source.reshape(-1).view(torch.uint8))
 
         nbytes = sum(place.nbytes for part in parts for place in part.places)
         self.moved[Lane.DOWN] += nbytes
         self.moved[Lane.UP] += sum(part.places[0].nbytes for part in parts)
-        op = Op(Kind.PAGE_GRADS, Lane.DOWN, *page, nbytes)
-        arrived = self._ways.put(op, down, [ticket.event() for ticket in waits])
-        task = _Task(page, room, states, parts, arrived, stored, done)
-        self._thread.submit(self._run, task)
+        with self._executor.views:
+            op = Op(Kind.PAGE_GRADS, Lane.DOWN, *page, nbytes)
+            arrived = self._ways.put(op, down, [ticket.event() for ticket in waits])
+        self._thread.submit(self._run, _Task(page, room, states, parts, arrived, stored, done))
         return True
 
-    def _staged(self, page: Page, share: Share, room: Slot, at: int) -> _Staged | None:
-        """A share's arrays from a place of the staging memory on; None: it takes more than the cores can do."""
-        kept = share.as_kept()
-        if kept is None or not self._update.suits_cores(page[0], share.part):
-            return None
-        sources = [self._update.weight(page[0], share.part), kept[0], *kept[1]]
-        places = [room.piece(at, sources[0].nbytes), room.piece(at + align(sources[0].nbytes), sources[1].nbytes)]
-        places += [room.piece(room.nbytes - FACTORS_STAGED + 4 * i, 4) for i in range(len(kept[1]))]
-        arrays = [self._tier.tensor(p).view(s.dtype) for p, s in zip(places, sources, strict=True)]
-        return _Staged(OnHost(share, arrays[0], arrays[1], arrays[2:]), places, sources)
+    def _staged(self, shares: Sequence[Share], kept: Sequence[AsKept], room: Slot) -> list[_Staged]:
+        """Where each share's weights, gradients and factors lie in the staging memory, one after the other."""
+        found, at = [], 0
+        for share, (gradient, factors) in zip(shares, kept, strict=True):
+            dtypes = (share.due.generation.spec.dtype, gradient.dtype, *(factor.dtype for factor in factors))
+            counts = (share.part.numel, share.part.numel, *(1 for _ in factors))
+            sizes = [count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]
+            begins = [at, at + align(sizes[0])]
+            at += align(sizes[0]) + align(sizes[1])
+            begins += [at + 8 * i for i in range(len(factors))]
+            at += FACTORS_STAGED
+            places = [room.piece(begin, size) for begin, size in zip(begins, sizes, strict=True)]
+            arrays = [self._tier.tensor(place).view(dtype) for place, dtype in zip(places, dtypes, strict=True)]
+            found.append(_Staged(OnHost(share, arrays[0], arrays[1], arrays[2:]), places))
+        return found
 
     # --- the thread
 
@@ -158,17 +160,18 @@ class Cores:
             self.elements += sum(part.on.weight.numel() for part in task.parts)
             with self._executor.views:
                 up = self._up(task)
-            self._leaving.append((task.room, up))
         except BaseException as error:
             self._error = failed = error
             raise
         finally:
+            self._leaving.append((task.room, up))
             task.done(up, failed)
 
     def _up(self, task: _Task) -> When:
         def up() -> None:
             for part in task.parts:
-                self._tier.load(part.places[0], part.sources[0].view(torch.uint8))
+                to = self._update.weight(task.page[0], part.on.share.part)
+                self._tier.load(part.places[0], to.view(torch.uint8))
 
         nbytes = sum(part.places[0].nbytes for part in task.parts)
         return self._ways.put(Op(Kind.UPDATE, Lane.UP, *task.page, nbytes), up, ())
@@ -180,13 +183,3 @@ def _at_home(pages: Pages, page: Page) -> Tensor | None:
     if home is None or not isinstance(home[0], HostTier) or page not in pages.filled:
         return None
     return home[0].tensor(home[1])
-
-
-def _places(shares: Sequence[Share]) -> list[tuple[Share, int]]:
-    """Shares, and where each begins in the staging memory."""
-    found, at = [], 0
-    for share in shares:
-        found.append((share, at))
-        generation = share.due.generation
-        at += sum(align(share.part.numel * dtype.itemsize) for dtype in (generation.spec.dtype, generation.dtype))
-    return found

@@ -64,6 +64,10 @@ class Edits:
                 if place in self._parts:
                     self._versions[place] = self._version(place)
 
+    def watches(self, unit: int) -> bool:
+        """Whether weights of a unit are compared with what they were."""
+        return any(place[0] == unit for place in tuple(self._prints))
+
     def is_watched(self, place: Place, part: PartSpec) -> bool:
         """Whether a part's weights may have been edited, or were."""
         return place in self._prints or (*place, part.begin) in self.stale

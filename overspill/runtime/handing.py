@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -48,25 +49,25 @@ class UnitWork:
     unit: int
     deadline: int
     waits: list[Ticket]
-    """What must be over before: that its gradients are computed, above all."""
+    """What the update comes behind: that its gradients are computed, above all. It must be issued."""
     left: list[Page]
     """Pages that are to be updated."""
     future: Future[Event | None] = field(default_factory=Future)
     """Of the last page's update, when it is handed out."""
     hurried: bool = False
     """Whether somebody waits for it."""
+    patient: bool = False
+    """Whether somebody on the host reads what is computed: it is handed out when that is there."""
     with_cores: int = 0
     """Pages that the host's cores have."""
+    last: When = None
+    """Of the last update on the device: those before it are on the same stream."""
     events: list[Event] = field(default_factory=list)
-    """Of those that the cores are done with, and of the last other one."""
-
-    @property
-    def is_done(self) -> bool:
-        return not self.left and not self.with_cores
+    """Of pages that the cores are done with."""
 
     @property
     def is_issued(self) -> bool:
-        return all(ticket.issued for ticket in self.waits)
+        return not self.patient and all(ticket.issued for ticket in self.waits)
 
     @property
     def is_computed(self) -> bool:
@@ -127,19 +128,30 @@ class Handing:
             self._passage.slots.give_back()
         if self._passage.look(borrow):
             return True
-        if any(work.left for work in ready) and self._passage.on_the_way() is None:
-            # If there is no slot, pages that could go home later have them all, or those that cannot be updated yet.
-            if not len(self._passage.slots) and not self._passage.send_home():
-                self._passage.give_up(ready[0].unit)
+        stuck = next((work.unit for work in ready if work.left), None)
+        if stuck is not None and self._passage.on_the_way() is None:
+            # Pages that could go home later have all slots, or are what is waited for; or those that cannot be updated
+            # yet have them.
+            if not self._passage.send_home() and not len(self._passage.slots):
+                self._passage.give_up(stuck)
             return True
         return False
 
     def waits(self) -> Callable[[], None] | None:
         """What waits until there is something to do; None: there is nothing."""
         with self._lock:
-            unready = next((work.waits[0].finish for work in self._works if work.waits and work.left), None)
-        with_cores = self._cores.wait if self._cores is not None and self._cores.busy else None
-        return self._passage.on_the_way() or unready or with_cores
+            waits = [ticket for work in self._works for ticket in work.waits]
+        on_the_way = self._passage.on_the_way()
+        if on_the_way is not None and (waits or self._is_shared):
+            # That may be behind much else, and what is handed out next may not be.
+            return _moment
+        unready = next((t.finish if t.issued else t.wait_issued for t in waits), None)
+        return on_the_way or unready or (_moment if self._is_shared else None)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether the cores have pages. An error of theirs comes out here."""
+        return self._cores is not None and self._cores.busy
 
     def end(self) -> None:
         """What was fetched for later is given up."""
@@ -184,8 +196,8 @@ class Handing:
             with self._lock:
                 if page is not None:
                     work.left.remove(page)
-                # Those before it are on the same stream.
-                self._finish(work, event if not work.left else None)
+                    work.last = event
+                self._finish(work)
             return True
         return False
 
@@ -220,15 +232,16 @@ class Handing:
                 work.future.set_exception(failed)
                 return
             work.with_cores -= 1
-            self._finish(work, event)
+            work.events += [] if event is None else [event]
+            self._finish(work)
 
-    def _finish(self, work: UnitWork, event: When) -> None:
+    def _finish(self, work: UnitWork) -> None:
         """Whoever waits for a unit goes on, if that was its last page. The lock is held."""
-        if event is not None:
-            work.events.append(event)
-        if work.is_done and work in self._works:
-            self._works.remove(work)
-            work.future.set_result(Together(tuple(work.events)) if work.events else None)
+        if work.left or work.with_cores or work not in self._works:
+            return
+        self._works.remove(work)
+        events = [*work.events, *([] if work.last is None else [work.last])]
+        work.future.set_result(Together(tuple(events)) if len(events) > 1 else next(iter(events), None))
 
     def _send_home(self, ready: Sequence[UnitWork]) -> bool:
         """See loans.py, Note [Way home later]."""
@@ -237,7 +250,12 @@ class Handing:
 
     def _is_left(self, ready: Sequence[UnitWork]) -> bool:
         """Whether there are pages to fetch that can be updated."""
-        return any(not self._passage.has(page) for work in ready for page in work.left)
+        waiting = self._passage.way_home.waiting
+        return any(page not in waiting and not self._passage.has(page) for work in ready for page in work.left)
+
+
+def _moment() -> None:
+    time.sleep(0.001)
 
 
 def _in_order(works: Sequence[UnitWork]) -> tuple[list[UnitWork], list[UnitWork]]:

@@ -46,6 +46,10 @@ class Ticket:
             if not self._stream or here.cuda_stream != self._stream:
                 event.wait(here)
 
+    def wait_issued(self) -> None:
+        """Block until nobody would have to wait on the host any more."""
+        self.event()
+
     @property
     def issued(self) -> bool:
         """Whether nobody would have to wait on the host."""

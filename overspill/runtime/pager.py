@@ -1,8 +1,8 @@
 """Passes the pages of whole units through the ring, while the training loop does other things.
 
-Note [Who hands pages out]: each page is handed out when its slot is free (program/, Note [Never far ahead]). The
-training loop's own thread is far ahead of the GPU, or waits for it, and comes by too seldom. So a thread of its own
-waits for slots. What it works on says handing.py. It touches no object of the user's.
+Note [Who hands pages out]: pages are handed out as slots become free (program/, Note [Never far ahead]). The training
+loop's own thread is far ahead of the GPU, or waits for it, and comes by too seldom. So a thread of its own does that.
+What it works on says handing.py. It touches no object of the user's.
 
 Note [Turns of threads]: whoever runs Python gives the others their turn after 5 ms, which is as long as several pages
 take. While there is a pager on cuda, it does so after half a millisecond. A model that mostly launches kernels gives
@@ -66,6 +66,7 @@ class Pager:
         """Update a unit; the ticket is ready when its last page is handed out."""
         pages = self._passage.pages_of(unit)
         work = UnitWork(unit, deadline(self._executor.state, unit), list(waits), pages)
+        work.patient = self._passage.reads_device(unit)
         with self._lock:
             if self._closed:
                 work.future.set_exception(self._reason())

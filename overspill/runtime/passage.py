@@ -203,7 +203,11 @@ class Passage:
             self.of_units[page[0]] += 1
         return True
 
-    def update(self, page: Page, waits: Sequence[Ticket] = ()) -> When:
+    def reads_device(self, unit: int) -> bool:
+        """Whether the update of a unit makes the host wait for the device."""
+        return self._device.type == "cuda" and self._updates.reads_device(unit)
+
+    def update(self, page: Page, waits: Sequence[Ticket]) -> When:
         """Update a page that is there; when that is done. What it needs beside the page is there after `waits`, all of
         which are issued."""
         behind, op = [ticket.event() for ticket in waits], Op(Kind.UPDATE, Lane.UPDATE, *page)

@@ -22,8 +22,9 @@ class Slots:
         self._lent: dict[int, int] = {}
         """Slots that are lent: how large they are."""
         self._fresh: deque[int] = deque()
-        """Of these, those that the model may still use for what it did before; and those that are free."""
+        """Of these, those that the model may still use for what it did before."""
         self._unused: deque[int] = deque()
+        """Of these, those that are free."""
         self._next = FIRST_LENT
 
     def __len__(self) -> int:

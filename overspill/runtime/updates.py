@@ -123,7 +123,7 @@ class Update(Protocol):
         """A step was taken for these parameters."""
 
     def run(self, unit: int, page: int, shares: Sequence[Share]) -> None:
-        """Update one page; everything is on the device."""
+        """Update one page; on the current stream everything is on the device."""
 
     def outline(self, unit: int, param: int) -> dict[str, Any]:
         """A parameter's state as torch has it, but tensors of several elements are on the meta device."""
@@ -209,6 +209,13 @@ class Updates:
             for part in parts.get(due.param, ())
         ]
 
+    def reads_device(self, unit: int) -> bool:
+        """Whether the host reads numbers of the device for an update: a hyperparameter, or whether weights were
+        edited."""
+        known = (v for job in self._pending.get(unit, ()) for v in job.hypers.values())
+        on_device = any(isinstance(v, Tensor) and v.device.type != "cpu" for v in known)
+        return on_device or self._masters.edits.watches(unit)
+
     def _fetch(self, op: Op) -> Work:
         self._pages.enter(op.slot, (op.unit, op.item))
         return self.fetch_gradients((op.unit, op.item))
@@ -258,7 +265,7 @@ class Updates:
         return run
 
     def run_page(self, unit: int, page: int) -> None:
-        """Update a page; everything is on the device."""
+        """Update a page; on the current stream everything is on the device."""
         shares = self.shares(unit, page)
         if shares:
             self._update.run(unit, page, shares)

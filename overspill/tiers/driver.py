@@ -5,6 +5,10 @@ another one launches a model's kernels, each takes over at every call of the oth
 took 17. These calls take microseconds, so they keep the interpreter's lock. Copies do not: where many are queued, the
 next one waits until there is room.
 
+Note [Whose context]: the driver works in the context of the thread that calls it, where torch finds out which one is
+meant; zero is the default stream of that context. A thread may have another device's, or none yet, as those of autograd
+before they do anything else.
+
 Where there is no such library, torch does the same.
 """
 
@@ -21,7 +25,7 @@ log = logging.getLogger("overspill")
 
 LIBRARY = "libcuda.so.1"
 _BLOCKING, _WITHOUT_TIMING = 1, 2
-_NOT_READY = 600
+_NO_CONTEXT, _NOT_READY = 201, 600
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_uint
 
 
@@ -69,7 +73,17 @@ def _call(library: ctypes.CDLL, name: str, *kinds: Any) -> Any:
     return found
 
 
-def _check(code: int, what: str) -> None:
+def _run(what: str, device: torch.device, call: Any, *given: Any) -> None:
+    """See Note [Whose context]."""
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _run(what, device, call, *given)
+        return
+    code = call(*given)
+    if code == _NO_CONTEXT:
+        torch.cuda.set_device(device)
+        torch.cuda.current_stream(device).query()
+        code = call(*given)
     if code:
         raise RuntimeError(f"CUDA's driver refused to {what}: error {code}")
 
@@ -77,33 +91,31 @@ def _check(code: int, what: str) -> None:
 class _Mark:
     """See Note [Kept lock]."""
 
-    __slots__ = ("_destroy", "_driver", "_handle")
+    __slots__ = ("_device", "_driver", "_handle")
 
-    def __init__(self, driver: _Driver) -> None:
+    def __init__(self, driver: _Driver, device: torch.device) -> None:
         handle = _POINTER()
-        _check(driver.create(ctypes.byref(handle), _BLOCKING | _WITHOUT_TIMING), "make an event")
-        self._driver, self._handle = driver, handle.value
-        self._destroy = driver.destroy
+        _run("make an event", device, driver.create, ctypes.byref(handle), _BLOCKING | _WITHOUT_TIMING)
+        self._driver, self._device, self._handle = driver, device, handle.value
 
     def __del__(self) -> None:
-        if hasattr(self, "_destroy"):
-            self._destroy(self._handle)
+        if hasattr(self, "_handle"):
+            self._driver.destroy(self._handle)
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        _check(self._driver.record(self._handle, stream.cuda_stream), "record an event")
+        _run("record an event", stream.device, self._driver.record, self._handle, stream.cuda_stream)
 
     def wait(self, stream: torch.cuda.Stream) -> None:
-        _check(self._driver.wait(stream.cuda_stream, self._handle, 0), "wait for an event")
+        _run("wait for an event", stream.device, self._driver.wait, stream.cuda_stream, self._handle, 0)
 
     def query(self) -> bool:
-        code = self._driver.query(self._handle)
-        if code == _NOT_READY:
+        if self._driver.query(self._handle) == _NOT_READY:
             return False
-        _check(code, "look at an event")
+        _run("look at an event", self._device, self._driver.query, self._handle)
         return True
 
     def synchronize(self) -> None:
-        _check(self._driver.synchronize(self._handle), "wait for an event")
+        _run("wait for an event", self._device, self._driver.synchronize, self._handle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +142,7 @@ class Together:
 def recorded(stream: torch.cuda.Stream) -> Event:
     """An event behind all that a stream was given so far."""
     driver = _driver()
-    if driver is None:
-        event: Event = torch.cuda.Event(blocking=True)
-    elif stream.device.index == torch.cuda.current_device():
-        event = _Mark(driver)
-    else:
-        with torch.cuda.device(stream.device):
-            event = _Mark(driver)
+    event: Event = torch.cuda.Event(blocking=True) if driver is None else _Mark(driver, stream.device)
     event.record(stream)
     return event
 
@@ -144,9 +150,9 @@ def recorded(stream: torch.cuda.Stream) -> Event:
 def copy(to: Tensor, source: Tensor) -> bool:
     """Copy bytes between page-locked host memory and the device, on the current stream; False: it must be done by
     torch. Both are contiguous, and of one size."""
-    driver, device = _driver(), to.device if to.is_cuda else source.device
-    if driver is None or device.index != torch.cuda.current_device():
-        return False
+    driver, device, nbytes = _driver(), to.device if to.is_cuda else source.device, to.numel() * to.itemsize
+    if driver is None or not nbytes:
+        return driver is not None
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    _check(driver.copy(to.data_ptr(), source.data_ptr(), to.numel() * to.itemsize, stream), "copy")
+    _run("copy", device, driver.copy, to.data_ptr(), source.data_ptr(), nbytes, stream)
     return True

@@ -1,14 +1,18 @@
 """Which page is next, and where it goes: ahead of the GPU, but never into memory that somebody still uses."""
 
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from overspill.runtime.handing import UnitWork, _in_order
+from overspill.runtime.handing import Handing, UnitWork, _in_order
 from overspill.runtime.loans import Loans
 from overspill.runtime.passage import WayHome
 from overspill.runtime.slots import Slots
+from overspill.tiers import Together
 
 
 @dataclass
@@ -17,9 +21,19 @@ class Moment:
 
     issued: bool = True
     over: bool = False
+    waited: list[str] = field(default_factory=list)
 
     def query(self) -> bool:
         return self.over
+
+    def finish(self) -> None:
+        self.waited.append("finish")
+
+    def wait_issued(self) -> None:
+        self.waited.append("issued")
+
+    def event(self) -> "Moment":
+        return self
 
 
 def work(unit: int, *waits: Any, deadline: int = 0, hurried: bool = False) -> UnitWork:
@@ -100,3 +114,124 @@ def test_a_page_follows_another_one_into_its_slot() -> None:
     room.small.clear()
     assert home.next_free(slots.can_follow) == (0, own) and home.next_free(slots.can_follow) is None
     assert len(home) == 1, "its slot is free when it is home"
+
+
+class Slotted(list[int]):
+    """Free slots, and a number of lent ones."""
+
+    def left(self) -> int:
+        return len(self) + 10
+
+    def give_back(self) -> None: ...
+
+
+class Homeward(SimpleNamespace):
+    def __len__(self) -> int:
+        return 0
+
+
+class Pages:
+    """As a passage: pages that are in slots, and those that wait to go home."""
+
+    def __init__(self, *there: tuple[int, int], lends: bool = False, free: int = 1) -> None:
+        self.there, self.coming, self.of_units = set(there), deque[Any](), Counter[int]()
+        self.loans = SimpleNamespace(allowed=lends)
+        self.way_home = Homeward(waiting={}, stored={})
+        self.slots, self.sent, self.events = Slotted(range(free)), list[Any](), dict[Any, Moment]()
+        self.moving: Callable[[], None] | None = None
+
+    def has(self, page: tuple[int, int]) -> bool:
+        return page in self.there
+
+    def fetch(self, page: tuple[int, int], **_: bool) -> bool:
+        return False
+
+    def update(self, page: tuple[int, int], waits: list[Any]) -> Moment:
+        self.there.discard(page)
+        return self.events.setdefault(page, Moment())
+
+    def send_home(self) -> bool:
+        if not self.way_home.waiting:
+            return False
+        self.sent.append(self.way_home.waiting.popitem())
+        return True
+
+    def look(self, borrow: bool) -> bool:
+        return False
+
+    def on_the_way(self) -> Callable[[], None] | None:
+        return self.moving
+
+    def give_up(self, unit: int) -> None:
+        raise AssertionError(f"gave up for {unit}")
+
+
+class Hands:
+    """As cores that never end by themselves."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[tuple[int, int], Any]] = []
+        self.busy = False
+
+    def can_take(self, page: tuple[int, int]) -> bool:
+        return True
+
+    def take(self, page: tuple[int, int], waits: list[Any], stored: Any, done: Any) -> bool:
+        self.taken.append((page, done))
+        return True
+
+
+def handing(pages: Pages, *works: UnitWork, cores: Any = None) -> Handing:
+    state: Any = SimpleNamespace(state=SimpleNamespace(training=False, begun=frozenset()))
+    found = Handing(state, pages, cores)  # type: ignore[arg-type]
+    for each in works:
+        found.add(each)
+    return found
+
+
+def test_a_unit_without_pages_is_waited_for_until_it_is_issued() -> None:
+    late = Moment(issued=False)
+    empty = UnitWork(7, 0, [late], [])  # type: ignore[list-item]
+    hands = handing(Pages(), empty)
+    assert not hands.do()
+    wait = hands.waits()
+    assert wait is not None
+    wait()
+    assert late.waited == ["issued"] and not empty.future.done()
+    late.issued = True
+    assert hands.do() and empty.future.result() is None
+
+
+def test_a_unit_is_done_when_the_ring_and_the_cores_are() -> None:
+    pages, cores = Pages((3, 0)), Hands()
+    divided = UnitWork(3, 0, [], [(3, 0), (3, 1)])
+    hands = handing(pages, divided, cores=cores)
+    assert hands.do() and [page for page, _ in cores.taken] == [(3, 1)] and not divided.future.done()
+    up = Moment()
+    cores.taken[0][1](up, None)
+    found = divided.future.result()
+    assert isinstance(found, Together) and set(map(id, found.events)) == {id(up), id(pages.events[3, 0])}
+
+
+def test_an_error_of_the_cores_ends_the_unit() -> None:
+    cores, divided = Hands(), UnitWork(3, 0, [], [(3, 0)])
+    hands = handing(Pages(), divided, cores=cores)
+    hands.do()
+    cores.taken[0][1](None, ZeroDivisionError())
+    assert isinstance(divided.future.exception(), ZeroDivisionError)
+
+
+def test_what_is_waited_for_goes_home_although_it_could_later() -> None:
+    """Its slot is lent, there is a free one, and nothing is on its way: nobody else would ever send it."""
+    pages, again = Pages(lends=True), UnitWork(2, 0, [], [(2, 0)])
+    pages.way_home.waiting[2, 0] = "leaving"
+    hands = handing(pages, again)
+    assert hands.do() and pages.sent == [((2, 0), "leaving")]
+
+
+def test_what_somebody_reads_is_handed_out_when_it_is_computed() -> None:
+    read = work(1, Moment())
+    read.patient = True
+    assert _in_order([read])[1] == []
+    read.waits[0].over = True  # type: ignore[misc]
+    assert units(_in_order([read])[1]) == [1]
