@@ -303,3 +303,26 @@ def test_the_hosts_cores_give_the_same_bits(states: str, monkeypatch: pytest.Mon
         check(trained("states", tmp_path, {kind: 0.002} if kind else None, clip=1e-3, states=states), expected)
         assert updated, "the cores had no page"
     check(trained("states", tmp_path, update="eager", states=states), trained("device", tmp_path, states=states))
+
+
+def test_a_thread_that_never_used_the_gpu(tmp_path: Path) -> None:
+    """Neither a loop in a thread of its own, nor autograd's, whose first act may be ours."""
+    found: list[Any] = []
+
+    def train() -> None:
+        torch.manual_seed(0)
+        model: Any = Deep().cuda()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = overspill.prepare(model, optimizer, place=HOMES["host"], gpu="128MiB", host="256MiB")
+        for _ in range(4):
+            out = model.blocks[0](torch.randn(64, WIDTH, device="cuda"))
+            out.backward(torch.ones_like(out))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(overspill.close(model)))
+
+    train()
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert len(found) == 2 and not differing(*found)
