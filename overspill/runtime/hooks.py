@@ -87,13 +87,17 @@ class Listeners:
 
 class Hook:
     """A callable that is not copied with its module, and that torch.compile leaves alone: what it does depends on more
-    than its arguments, and must be done every time."""
+    than its arguments, and must be done every time. `quick`: whether there is nothing to do, as nearly always; to count
+    the time that takes would take longer."""
 
-    def __init__(self, run: Callable[..., Any]) -> None:
+    def __init__(self, run: Callable[..., Any], quick: Callable[..., bool] | None = None) -> None:
         self._run = run
+        self._quick = quick
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._quick is not None and self._quick(*args, **kwargs):
+            return None
         with own_time:
             return self._run(*args, **kwargs)
 
@@ -145,19 +149,26 @@ def _on_call(module: nn.Module, units: tuple[int, ...], listener: Calls, looks: 
     """The number of the first node of each running call; None where the call could not begin, and NESTED where it is
     inside of another one of the same unit."""
 
-    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if listener.turns.nested(units):
+    def is_inside(module: nn.Module, args: tuple[Any, ...]) -> bool:
+        nested = listener.turns.nested(units)
+        if nested:
             first.append(NESTED)
-            return
+        return nested
+
+    def was_inside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
+        nested = first[-1] == NESTED
+        if nested:
+            first.pop()
+            listener.turns.unnest(units)
+        return nested
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
         first.append(None)
         listener.enter(units)
         first[-1] = next_node()
 
     def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         begin = first.pop()
-        if begin == NESTED:
-            listener.turns.unnest(units)
-            return
         ended = listener.exit(units, output) if begin is not None else ()
         if begin is None or not ended or not torch.is_grad_enabled():
             return
@@ -175,8 +186,8 @@ def _on_call(module: nn.Module, units: tuple[int, ...], listener: Calls, looks: 
                 looks[type(module)] += 1
 
     return [
-        module.register_forward_pre_hook(Hook(enter), prepend=True),
-        module.register_forward_hook(Hook(leave), with_kwargs=True, always_call=True),
+        module.register_forward_pre_hook(Hook(enter, is_inside), prepend=True),
+        module.register_forward_hook(Hook(leave, was_inside), with_kwargs=True, always_call=True),
     ]
 
 
@@ -188,14 +199,15 @@ def _on_mixed_inputs(module: nn.Module) -> list[Any]:
         return []
     dtype = own.pop()
 
+    def is_one(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return not kwargs and len(args) == 1 and type(args[0]) is Tensor and args[0].dtype == dtype
+
     def cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not kwargs and len(args) == 1 and type(args[0]) is Tensor and args[0].dtype == dtype:
-            return None  # as it nearly always is
         if not any(t.is_floating_point() and t.dtype != dtype for t in tensors_in((args, kwargs))):
             return None
         return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
 
-    return [module.register_forward_pre_hook(Hook(cast), with_kwargs=True)]
+    return [module.register_forward_pre_hook(Hook(cast, is_one), with_kwargs=True)]
 
 
 def _on_gradient(unit: int, param: int, listener: Root) -> Hook:
