@@ -73,17 +73,21 @@ def _call(library: ctypes.CDLL, name: str, *kinds: Any) -> Any:
     return found
 
 
-def _run(what: str, device: torch.device, call: Any, *given: Any) -> None:
-    """See Note [Whose context]."""
+def _called(device: torch.device, call: Any, *given: Any) -> int:
+    """What a call returns. See Note [Whose context]."""
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _run(what, device, call, *given)
-        return
-    code = call(*given)
+            return _called(device, call, *given)
+    code: int = call(*given)
     if code == _NO_CONTEXT:
         torch.cuda.set_device(device)
         torch.cuda.current_stream(device).query()
         code = call(*given)
+    return code
+
+
+def _run(what: str, device: torch.device, call: Any, *given: Any) -> None:
+    code = _called(device, call, *given)
     if code:
         raise RuntimeError(f"CUDA's driver refused to {what}: error {code}")
 
@@ -109,10 +113,10 @@ class _Mark:
         _run("wait for an event", stream.device, self._driver.wait, stream.cuda_stream, self._handle, 0)
 
     def query(self) -> bool:
-        if self._driver.query(self._handle) == _NOT_READY:
-            return False
-        _run("look at an event", self._device, self._driver.query, self._handle)
-        return True
+        code = _called(self._device, self._driver.query, self._handle)
+        if code not in (0, _NOT_READY):
+            raise RuntimeError(f"CUDA's driver refused to look at an event: error {code}")
+        return code == 0
 
     def synchronize(self) -> None:
         _run("wait for an event", self._device, self._driver.synchronize, self._handle)
