@@ -38,7 +38,8 @@ def test_updates_ahead_of_their_use_give_the_same_bits(name: str, update: str, m
     monkeypatch.setattr(parts, "PAGED", {"cpu"})
     monkeypatch.setattr(rooms, "PIECES", {"cpu"})
     monkeypatch.setattr(solver, "PAGE", (16 * KiB, 16 * KiB))
-    for place in (STATES, PLACES["host"]):
+    places = (STATES, PLACES["host"])
+    for place in places if name in REPRESENTATIVES else places[len(name) % 2 :][:1]:
         found = trained(name, clip, place=place, update=update)
         assert found[0] == expected[0]
         assert differing(found[1], expected[1]) == []

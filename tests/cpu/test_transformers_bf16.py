@@ -65,7 +65,9 @@ def test_forced_homes_give_the_same_bits(name: str, place: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "name", [*FEW, *(pytest.param(a.name, marks=pytest.mark.full) for a in EVERYWHERE if a.name not in FEW)]
+    # The others are on one in fp32.
+    "name",
+    [*FEW, *(pytest.param(a.name, marks=pytest.mark.full) for a in EVERYWHERE[1::2] if a.name not in FEW)],
 )
 def test_a_solved_plan_with_weights_on_every_tier_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     model, optimizer = built(name)
