@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike
 from pathlib import Path
@@ -203,6 +203,13 @@ def join_ranks() -> tuple[int, int]:
 
     joined = join(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
+
+
+def processes() -> tuple[Callable[[], Any], Callable[[Any], bool]]:
+    """What tells this process from others, and whether such a one has ended. For the command line too."""
+    from overspill.comm.pulse import has_ended, origin
+
+    return origin, has_ended
 
 
 class _NoSync:

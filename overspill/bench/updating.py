@@ -48,16 +48,21 @@ def check_cores(cores: int) -> None:
 
 def measure(case: Case) -> dict[str, float | int]:
     """Seconds of the fastest round, and elements per second."""
+    there, threads = os.sched_getaffinity(0), torch.get_num_threads()
     if case.cores is not None:
         check_cores(case.cores)
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: case.cores])
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(cores)
-    run = _memory(case.count) if case.kind == MEMORY else _UPDATES[case.engine](case)
-    run()
-    seconds = [_timed(run) for _ in range(case.rounds)]
+    used = sorted(there)[: case.cores]
+    try:
+        os.sched_setaffinity(0, used)
+        torch.set_num_threads(len(used))
+        run = _memory(case.count) if case.kind == MEMORY else _UPDATES[case.engine](case)
+        run()
+        seconds = [_timed(run) for _ in range(case.rounds)]
+    finally:
+        os.sched_setaffinity(0, there)
+        torch.set_num_threads(threads)
     best = min(seconds)
-    return {"seconds": best, "slowest": max(seconds), "per_second": case.count / best, "cores": cores}
+    return {"seconds": best, "slowest": max(seconds), "per_second": case.count / best, "cores": len(used)}
 
 
 def _timed(run: Callable[[], None]) -> float:

@@ -6,16 +6,19 @@ error that ends them. An error that all have, or that another one tells, is told
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from overspill.api import join_ranks
+from overspill.api import join_ranks, processes
 from overspill.errors import OptionError, OverspillError, RankError
 
 T = TypeVar("T")
+PATIENCE = 2.0
+"""Seconds until a process is taken to be there, though nobody can reach it."""
 
 
 class Elsewhere(OverspillError):
@@ -28,6 +31,8 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    seats: tuple[Any, ...] = ()
+    """The processes of all ranks, as far as is known."""
 
     @property
     def first(self) -> bool:
@@ -46,11 +51,20 @@ class Ranks:
         try:
             dist.all_gather_object(found, thing)
         except RuntimeError as error:
-            raise RankError(
-                f"expected all {self.size} ranks to go on, found that one of them is gone ({error}); look at its "
-                "output for the cause, and start again from the last checkpoint"
-            ) from error
+            cure = "look at its output for the cause, and start again from the last checkpoint"
+            raise RankError(f"expected all ranks at the next step, found that {self._lost(error)}; {cure}") from error
         return found
+
+    def _lost(self, error: RuntimeError) -> str:
+        """Who died, as far as this machine can tell; a connection may end a moment earlier than its process."""
+        _, has_ended = processes()
+        limit = time.monotonic() + PATIENCE
+        while True:
+            dead = [str(rank) for rank, seat in enumerate(self.seats) if has_ended(seat)]
+            if dead or time.monotonic() > limit:
+                break
+            time.sleep(0.05)
+        return f"rank {', '.join(dead)} died" if dead else f"one of them is gone ({error})"
 
     def together(self, do: Callable[[], T]) -> T:
         """Every rank does it. Where one is refused, all end, and the one that is to blame says why."""
@@ -96,4 +110,5 @@ def join() -> Ranks:
     rank, size = join_ranks()
     if rank:
         logging.basicConfig(format=f"rank {rank}: %(message)s", level=logging.WARNING)
-    return Ranks(rank, size)
+    origin, _ = processes()
+    return Ranks(rank, size, tuple(Ranks(rank, size).exchange(origin())))

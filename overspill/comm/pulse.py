@@ -200,7 +200,22 @@ def is_here(beat: Beat) -> bool:
 
 def is_gone(beat: Beat) -> bool:
     """Whether the process ran on this machine and is no more."""
-    return beat.machine == machine() and bool(beat.born) and born(beat.pid) != beat.born
+    return has_ended((beat.machine, beat.pid, beat.born))
+
+
+Origin = tuple[str, int, str]
+"""Of a process: its machine, its number there, and when it started."""
+
+
+def origin() -> Origin:
+    """That of this process."""
+    return machine(), os.getpid(), born(os.getpid()) or ""
+
+
+def has_ended(process: Origin) -> bool:
+    """Whether it ran on this machine and is no more."""
+    where, pid, since = process
+    return where == machine() and bool(since) and born(pid) != since
 
 
 def born(pid: int) -> str | None:

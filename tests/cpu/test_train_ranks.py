@@ -16,10 +16,11 @@ import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401 - ranks are forks, which need not import it again
 
 from overspill.cli.checkpoints import Checkpoints
-from overspill.cli.ranks import Elsewhere
+from overspill.cli.ranks import Elsewhere, Ranks
 from overspill.cli.settings import FineTune, resolve_resumed
 from overspill.cli.verify import Verdict, distances
-from overspill.errors import OptionError, OverspillError
+from overspill.comm.pulse import born, machine, origin
+from overspill.errors import OptionError, OverspillError, RankError
 from overspill.report import plot
 from tests import ranks
 from tests.commands import apart, here, log_of, weights_of
@@ -195,3 +196,21 @@ def test_what_is_apart_from_torch_is_judged_by_its_size() -> None:
     assert Verdict(2, ("a",), 1, (), found).equal
     assert not Verdict(2, ("a",), 1, (), distances({**plain, "a": torch.zeros(4)}, plain, [1.0], [1.0])).equal
     assert not Verdict(2, (), 1, (), distances(near, plain, [1.0], [1.0, 2.0])).equal
+
+
+def test_who_dies_between_steps_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks only tell each other how they are, nobody but this process looks who is there."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    seats = (origin(), (machine(), child.pid, born(child.pid) or ""))
+
+    def broken(*_: object) -> None:
+        child.kill()
+        raise RuntimeError("connection reset by peer")
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", broken)
+    with pytest.raises(RankError, match=r"expected all ranks at the next step, found that rank 1 died; look"):
+        Ranks(0, 2, seats).exchange(None)
+    child.wait()
+    monkeypatch.setattr("overspill.cli.ranks.PATIENCE", 0.1)
+    with pytest.raises(RankError, match=r"one of them is gone \(connection reset by peer\)"):
+        Ranks(0, 2, (origin(), origin())).exchange(None)
