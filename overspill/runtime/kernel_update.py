@@ -61,7 +61,7 @@ class KernelUpdate:
             rest = kept if (unit, param) in self._masters else None
             step = self._steps[unit, param]
             key = codecs.key_of(self._first[unit] + param, step)
-            weight = self._units[unit].elements(param, part.begin, part.end)
+            weight = self.weight(unit, part)
             for begin, end, gradient, factors in _gradients(share, executor):
                 on = Elements(
                     codecs.cut(weight, begin, end),

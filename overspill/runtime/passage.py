@@ -141,8 +141,7 @@ class Passage:
         self.slots.resize(self._executor.program)
 
     def look(self, borrow: bool = False) -> bool:
-        """Whether anything that was on its way is over, or slots are lent where that is wanted. Looking gives way to
-        other threads."""
+        """Whether anything that was on its way is over, or slots are lent where that is wanted."""
         before = len(self.coming)
         while self.coming and _over(self.coming[0]):
             self.coming.popleft()
