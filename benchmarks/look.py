@@ -6,9 +6,11 @@ that, how long its thread ran, and how long it waited for updates to be handed o
 """
 
 import argparse
+import ast
 import collections
 import functools
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -41,9 +43,13 @@ def arguments() -> argparse.Namespace:
     found.add_argument("--seq", type=int, default=2048)
     found.add_argument("--micro-batch", type=int, default=4)
     found.add_argument("--cores", action="store_true", help="the host's cores update pages too")
+    found.add_argument(
+        "--set", action="append", default=[], help="MODULE.NAME=VALUE of the package, as runtime.handing.FAR=32"
+    )
     found.add_argument("--layers", action="store_true", help="look at every layer of one forward pass")
     found.add_argument("--pages", action="store_true", help="look at what pages cost who hands them out")
-    found.add_argument("--trace", help="write a trace of three steps")
+    found.add_argument("--trace", help="write a trace of three steps: what the GPU did")
+    found.add_argument("--host", help="write a trace of one step: what the loop and the thread of pages did")
     return found.parse_args()
 
 
@@ -112,8 +118,49 @@ def layer_times(step: Callable[[], Any]) -> list[list[float]]:
     ]
 
 
+def host_trace(step: Callable[[], Any], path: str) -> None:
+    """Layers of the loop, and what is done for pages, by the host's clock, for Perfetto."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    spans: list[dict[str, Any]] = []
+    calls = [(Passage, "fetch"), (Passage, "update"), (Passage, "send_home"), (Passage, "look"), (Handing, "waits")]
+    calls += [(LlamaDecoderLayer, "forward"), (Ticket, "wait")]
+    before = [(owner, name, getattr(owner, name)) for owner, name in calls]
+    for owner, name, run in before:
+
+        def timed(*given: Any, _run: Any = run, _name: str = f"{owner.__name__}.{name}", **more: Any) -> Any:
+            begin, own = time.perf_counter(), time.thread_time()
+            try:
+                return _run(*given, **more)
+            finally:
+                args = {"own": 1e6 * (time.thread_time() - own)}
+                where = {"ph": "X", "pid": 0, "tid": threading.get_ident(), "name": _name, "args": args}
+                spans.append(where | {"ts": 1e6 * begin, "dur": 1e6 * (time.perf_counter() - begin)})
+
+        setattr(owner, name, functools.wraps(run)(timed))
+    for _ in range(3):
+        spans.clear()
+        step()
+    torch.cuda.synchronize()
+    for owner, name, run in before:
+        setattr(owner, name, run)
+    with open(path, "w") as file:
+        json.dump({"traceEvents": spans}, file)
+
+
+def set_value(given: str) -> None:
+    name, value = given.split("=", 1)
+    module, name = name.rsplit(".", 1)
+    found = importlib.import_module(f"overspill.{module}")
+    if not hasattr(found, name):
+        raise SystemExit(f"overspill.{module} has no {name}")
+    setattr(found, name, ast.literal_eval(value))
+
+
 def main() -> None:
     asked = arguments()
+    for given in asked.set:
+        set_value(given)
     if asked.cores:
         parts.CORES = {"cuda"}
     device, ours = compute_device(), parse(asked.ours, {})
@@ -134,7 +181,7 @@ def main() -> None:
     gc.freeze()
     warm = timing.warm_up(step, training.warmup, device, lambda *_: None)
     timed = timing.window(step, training.steps, device, lambda *_: None, warm)
-    found: dict[str, Any] = {"ours": asked.ours, "cores": asked.cores, **timed.to_dict()}
+    found: dict[str, Any] = {"ours": asked.ours, "cores": asked.cores, "set": asked.set, **timed.to_dict()}
     found["reserved"] = torch.cuda.max_memory_reserved(device)
     found["own_host_seconds"] = worker.own_host_seconds(ready, step, device)
     pager = overspill.api._engine(ready.model).executor.pager
@@ -144,6 +191,8 @@ def main() -> None:
         found["pages"] = page_costs(step)
     if asked.layers:
         found["layers"] = layer_times(step)
+    if asked.host:
+        host_trace(step, asked.host)
     if asked.trace:
         with overspill.trace(ready.model, asked.trace):
             for _ in range(3):

@@ -1,16 +1,11 @@
 """The update rules on the cores of the host: csrc/, by ctypes. The bits of kernels/reference.py with an IEEE root, in
 one pass over memory, whatever the instruction set.
-
-Note [The library]: it is built when overspill is installed, and lies beside this file. Where there was no compiler
-there is none, one line says so, and updates run in plain torch.
 """
 
 import ctypes
-import functools
 import logging
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +13,10 @@ import torch
 from overspill.kernels.codecs import blocks_of
 from overspill.kernels.elements import Elements
 from overspill.kernels.reference import Hypers, need_field
+from overspill.native import library
 
 log = logging.getLogger("overspill")
 
-LIBRARY = Path(__file__).with_name("liboverspill_native.so")
-VERSION = 2
-"""Of what is declared in csrc/native.h."""
 SETS = ("portable", "avx2", "avx512")
 """Instruction sets, from the one that every machine has to the widest."""
 FORMATS = {"exact": torch.float32, "bf16": torch.bfloat16, "compact": torch.uint8}
@@ -61,21 +54,6 @@ def _structure(floats: str, flags: str) -> type[ctypes.Structure]:
 _ADAM = _structure("shrink decay lerp less beta2 rest2 size root eps", "decay_kind near amsgrad")
 _SGD = _structure("decay momentum fresh less_lr", "decays has_momentum begin nesterov")
 _ADAGRAD = _structure("decay less_lr eps", "decays")
-
-
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """See Note [The library]."""
-    try:
-        found = ctypes.CDLL(str(LIBRARY))
-        version = found.overspill_version()
-    except (OSError, AttributeError) as error:
-        log.info("updates on the host run in plain torch, which is slower: no native library (%s)", error)
-        return None
-    if version != VERSION:
-        log.warning("expected version %d of %s, found %d: it is not used; install anew", VERSION, LIBRARY.name, version)
-        return None
-    return found
 
 
 def sets() -> tuple[str, ...]:

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -34,3 +36,19 @@ class Elements:
     def tops(self) -> Sequence[Tensor]:
         """The exponents of blocks, where there are any."""
         return self.arrays[1::2] if self.format == "compact" else ()
+
+
+class Addresses(NamedTuple):
+    """As Elements on a GPU, but only where they are: views of them take longer to make than a kernel to launch."""
+
+    weight: int
+    kept: int | None
+    gradient: int
+    factors: tuple[int, ...]
+    arrays: tuple[int, ...]
+    numel: int
+    dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype]
+    """Of weights, of what is kept, of gradients."""
+    format: str
+    first: int
+    key: int

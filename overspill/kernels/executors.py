@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from overspill.kernels import codecs, cpu
-from overspill.kernels.elements import Elements
+from overspill.kernels.elements import Addresses, Elements
 from overspill.kernels.masters import join, split
 from overspill.kernels.reference import Hypers, Root, Rule, ieee_root, torch_root
 
@@ -25,6 +25,8 @@ class Executor:
     fused: bool
     """Whether it is one pass that needs no memory of its own, and multiplies gradients with their factors itself.
     Others take some elements at a time, and gradients that are fp32, their own, and without factors."""
+    quick: Callable[[Addresses, Hypers, int], bool] | None = None
+    """As `run`, if it can do that by addresses alone; False: it cannot."""
 
 
 def executor_for(rule: Rule, device: torch.device, format: str) -> Executor:
@@ -33,7 +35,7 @@ def executor_for(rule: Rule, device: torch.device, format: str) -> Executor:
         if importlib.util.find_spec("triton") is not None:
             from overspill.kernels import gpu
 
-            return Executor(gpu.RULES[rule.name], fused=True)
+            return Executor(gpu.RULES[rule.name], fused=True, quick=gpu.QUICK[rule.name])
         log.warning("updates run piece by piece in plain torch, which is slower: there is no triton; install it")
     root = torch_root if format == "exact" else ieee_root
     plain = functools.partial(in_torch, rule, root)

@@ -6,18 +6,21 @@ is multiplied with (an undone loss scale, a clip factor) is read from device mem
 
 Note [Launches]: Triton looks at all arguments of a launch to find out which of its kernels fits them, which takes
 longer than the launch. Which one fits depends on types, and on whether pointers and lengths are multiples of 16: where
-all of them are, the kernel is known.
+all of them are, and such a kernel was launched before, it is known, and addresses are enough.
 
 Imported only where there is a GPU.
 """
 
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from overspill.kernels.elements import Elements
+from overspill.kernels.elements import Addresses, Elements
 from overspill.kernels.gpu_states import (
     FORMATS,
     LOW,
@@ -142,58 +145,108 @@ def _adagrad(  # type: ignore[no-untyped-def]
     store_master(weight, kept, p, two, at, inside, MASTER)
 
 
-def adam(on: Elements, h: Hypers, step: int) -> None:
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A rule's kernel for some hyperparameters."""
+
+    kernel: Any
+    room: int
+    """How many fields it takes."""
+    scalars: tuple[float, ...]
+    flags: tuple[Any, ...]
+    """Its constants, in its order, from MAXIMIZE to BLOCK."""
+
+
+_Rule = Callable[[Hypers, int, Sequence[Any]], _Call]
+"""(hyperparameters, step, fields)"""
+
+
+def _adam_call(h: Hypers, step: int, fields: Sequence[Any]) -> _Call:
     """As reference._adam."""
     lr, (beta1, beta2), decay = float(h["lr"]), map(float, h["betas"]), float(h["weight_decay"])
     if h["amsgrad"]:
-        need_field("max_exp_avg_sq", on.fields, 3)
+        need_field("max_exp_avg_sq", fields, 3)
     size, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
     scalars = (1 - lr * decay, decay, 1 - beta1, (1 - beta1) - 1, beta2, 1 - beta2, -size, root, float(h["eps"]))
     kind = 0 if not decay else 1 if h.get("decoupled_weight_decay") else 2
-    _launch(_adam, on, h, 3, scalars, DECAY=kind, NEAR=1 - beta1 < 0.5, AMSGRAD=bool(h["amsgrad"]))
+    return _Call(_adam, 3, scalars, (bool(h["maximize"]), kind, 1 - beta1 < 0.5, bool(h["amsgrad"]), BLOCK))
 
 
-def sgd(on: Elements, h: Hypers, step: int) -> None:
+def _sgd_call(h: Hypers, step: int, fields: Sequence[Any]) -> _Call:
     """As reference._sgd."""
     lr, momentum, decay = float(h["lr"]), float(h["momentum"]), float(h["weight_decay"])
     if momentum:
-        need_field("momentum_buffer", on.fields, 1)
+        need_field("momentum_buffer", fields, 1)
     scalars = (decay, momentum, 1 - float(h["dampening"]), -lr)
-    flags = {"MOMENTUM": bool(momentum), "BEGIN": step == 1, "NESTEROV": bool(h["nesterov"])}
-    _launch(_sgd, on, h, 1, scalars, DECAY=bool(decay), **flags)
+    flags = (bool(h["maximize"]), bool(decay), bool(momentum), step == 1, bool(h["nesterov"]), BLOCK)
+    return _Call(_sgd, 1, scalars, flags)
 
 
-def adagrad(on: Elements, h: Hypers, step: int) -> None:
+def _adagrad_call(h: Hypers, step: int, fields: Sequence[Any]) -> _Call:
     """As reference._adagrad."""
     decay, lr = float(h["weight_decay"]), float(h["lr"]) / (1 + (step - 1) * float(h["lr_decay"]))
-    _launch(_adagrad, on, h, 1, (decay, -lr, float(h["eps"])), DECAY=bool(decay))
+    return _Call(_adagrad, 1, (decay, -lr, float(h["eps"])), (bool(h["maximize"]), bool(decay), BLOCK))
 
 
-RULES = {"adam": adam, "sgd": sgd, "adagrad": adagrad}
 _compiled: dict[tuple[Any, ...], Any] = {}
 """Kernels for arguments that are as usual. See Note [Launches]."""
 
 
-def _launch(kernel: Any, on: Elements, h: Hypers, fields: int, scalars: tuple[float, ...], **flags: Any) -> None:
-    """`fields`: how many the kernel has room for; what it does not touch is anything. `flags` in its order."""
-    count, kept, nothing = on.weight.numel(), on.kept, (on.weight,) * 3
-    if not count:
+def _launched(rule: _Rule, on: Elements, h: Hypers, step: int) -> None:
+    """On arrays of any kind."""
+    kept, nothing, call = on.kept, (on.weight,) * 3, rule(h, step, on.fields)
+    if not on.weight.numel():
         return
     first, second = (*on.factors, *nothing)[:2]
-    rest = (*(*on.fields, *nothing)[:fields], *(*on.tops, *nothing)[:fields])
+    rest = (*(*on.fields, *nothing)[: call.room], *(*on.tops, *nothing)[: call.room])
     tensors = (on.weight, on.weight if kept is None else kept, on.gradient, first, second, *rest)
-    # The key as a signed number, so that it is always of 32 bits.
-    numbers = (count, on.first, on.key - (on.key >> 31 << 32), *scalars)
-    master = OWN if kept is None else KEPT_AS.get(kept.dtype, WHOLE)
-    constants = (master, FORMATS.index(on.format), len(on.factors), bool(h["maximize"]), *flags.values(), BLOCK)
-    grid = (triton.cdiv(count, BLOCK), 1, 1)
-    # As Triton tells kernels apart. See Note [Launches].
-    usual = count % 16 == 0 and max(count, on.first) < 1 << 31 and not any(t.data_ptr() % 16 for t in tensors)
-    key = (kernel, torch.cuda.current_device(), constants, tuple(t.dtype for t in tensors))
-    known = _compiled.get(key) if usual else None
-    if known is not None:
-        known[grid](*tensors, *numbers, *constants)
-        return
-    known = kernel[grid](*tensors, *numbers, *constants, enable_fp_fusion=False)
-    if usual:
+    dtypes = (on.weight.dtype, None if kept is None else kept.dtype, on.gradient.dtype)
+    at = Addresses(0, None, 0, (), (), on.weight.numel(), dtypes, on.format, on.first, on.key)
+    constants, key = _constants(call, at, len(on.factors))
+    known = call.kernel[_grid(at)](*tensors, *_numbers(call, at), *constants, enable_fp_fusion=False)
+    if _is_usual(at, [t.data_ptr() for t in tensors]):
         _compiled[key] = known
+
+
+def _quickly(rule: _Rule, at: Addresses, h: Hypers, step: int) -> bool:
+    """Where the kernel is known; False: it is not. See Note [Launches]."""
+    compact, nothing = at.format == "compact", (at.weight,) * 3
+    fields, tops = (at.arrays[::2], at.arrays[1::2]) if compact else (at.arrays, ())
+    call = rule(h, step, fields)
+    constants, key = _constants(call, at, len(at.factors))
+    known = _compiled.get(key)
+    first, second = (*at.factors, *nothing)[:2]
+    rest = (*(*fields, *nothing)[: call.room], *(*tops, *nothing)[: call.room])
+    # Numbers instead of tensors: Triton asks the driver about each of those.
+    places = (at.weight, at.weight if at.kept is None else at.kept, at.gradient, first, second, *rest)
+    if known is None or not _is_usual(at, places):
+        return False
+    known[_grid(at)](*places, *_numbers(call, at), *constants)
+    return True
+
+
+def _constants(call: _Call, at: Addresses, factors: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The kernel's constants, and what tells compiled kernels apart."""
+    kept = at.dtypes[1]
+    master = OWN if kept is None else KEPT_AS.get(kept, WHOLE)
+    constants = (master, FORMATS.index(at.format), factors, *call.flags)
+    return constants, (call.kernel, torch.cuda.current_device(), constants, at.dtypes)
+
+
+def _numbers(call: _Call, at: Addresses) -> tuple[float, ...]:
+    # The key as a signed number, so that it is always of 32 bits.
+    return (at.numel, at.first, at.key - (at.key >> 31 << 32), *call.scalars)
+
+
+def _grid(at: Addresses) -> tuple[int, int, int]:
+    return -(-at.numel // BLOCK), 1, 1
+
+
+def _is_usual(at: Addresses, places: Sequence[int]) -> bool:
+    """As Triton tells kernels apart. See Note [Launches]."""
+    return at.numel % 16 == 0 and max(at.numel, at.first) < 1 << 31 and not any(place % 16 for place in places)
+
+
+_RULES: dict[str, _Rule] = {"adam": _adam_call, "sgd": _sgd_call, "adagrad": _adagrad_call}
+RULES = {name: functools.partial(_launched, rule) for name, rule in _RULES.items()}
+QUICK = {name: functools.partial(_quickly, rule) for name, rule in _RULES.items()}

@@ -2,8 +2,9 @@
 
 Note [Two hands]: of a page that the cores update, only gradients and weights go down and new weights come up: with
 exact states 6 bytes for each parameter instead of 20. The cores pass over about as many parameters in a second as the
-link does, so both together are faster than either. Whoever is free takes the next page, in the same order, so nobody
-has to know beforehand how fast each of them is.
+link does, so both together are faster than either. Pages come up in the order in which they are needed, and the cores,
+which take longer for each of them, take those that are needed last, until both meet; so nobody has to know beforehand
+how fast each of them is.
 
 Everything is put on streams of its own here; a thread waits for what arrives, lets the cores work (which takes the
 interpreter's lock from nobody), and sends the weights back.
@@ -95,12 +96,16 @@ class Cores:
         self._thread.shutdown(wait=True)
         self._tier.close()
 
-    def can_take(self, page: Page) -> bool:
-        """Whether the cores could update it, and are not busy with others."""
+    def has_room(self) -> bool:
+        """Whether the cores could take one more page."""
         while self._leaving and (self._leaving[0][1] is None or self._leaving[0][1].query()):
             self._free.append(self._leaving.popleft()[0])
+        return bool(self._free)
+
+    def suits(self, page: Page) -> bool:
+        """Whether the cores could update it, as far as one can tell by where it is."""
         home = self._executor.program.placements[page[0]]
-        return bool(self._free) and home.grad == "device" and _at_home(self._pages, page) is not None
+        return home.grad == "device" and _at_home(self._pages, page) is not None
 
     def take(self, page: Page, waits: Sequence[Ticket], stored: When, done: Done) -> bool:
         """Update a page and call `done` when its weights are on their way up; False: it is not for the cores."""
@@ -124,7 +129,7 @@ class Cores:
         self.moved[Lane.UP] += sum(part.places[0].nbytes for part in parts)
         with self._executor.views:
             op = Op(Kind.PAGE_GRADS, Lane.DOWN, *page, nbytes)
-            arrived = self._ways.put(op, down, [ticket.event() for ticket in waits])
+            arrived = self._ways.put(op, down, [ticket.event() for ticket in waits], self._tier.by_driver)
         self._thread.submit(self._run, _Task(page, room, states, parts, arrived, stored, done))
         return True
 
@@ -174,7 +179,7 @@ class Cores:
                 self._tier.load(part.places[0], to.view(torch.uint8))
 
         nbytes = sum(part.places[0].nbytes for part in task.parts)
-        return self._ways.put(Op(Kind.UPDATE, Lane.UP, *task.page, nbytes), up, ())
+        return self._ways.put(Op(Kind.UPDATE, Lane.UP, *task.page, nbytes), up, (), self._tier.by_driver)
 
 
 def _at_home(pages: Pages, page: Page) -> Tensor | None:

@@ -190,6 +190,13 @@ class Generation:
             return array[first + at : first + at + end - begin]
         return value.as_strided((end - begin,), (1,), value.storage_offset() + at)
 
+    def address(self, begin: int) -> int:
+        """Where an element of it is now, without making a view."""
+        assert self.value is not None, f"the gradient of {self.spec.name} is not on the device"
+        at = begin if self.span is None else self.span.locate(begin)
+        array, first = getattr(self.value, FLAT, (self.value, 0))
+        return int(array.data_ptr()) + (first + at) * self.value.itemsize
+
     def empty(self, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         if self.span is not None:
             return torch.zeros(self.span.room, dtype=dtype or self.dtype, device=device)

@@ -21,7 +21,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -60,6 +60,8 @@ class UnitWork:
     """Whether somebody on the host reads what is computed: it is handed out when that is there."""
     with_cores: int = 0
     """Pages that the host's cores have."""
+    not_for_cores: set[Page] = field(default_factory=set)
+    """Pages that they refused."""
     last: When = None
     """Of the last update on the device: those before it are on the same stream."""
     events: list[Event] = field(default_factory=list)
@@ -192,7 +194,9 @@ class Handing:
             page = next((page for page in work.left if self._passage.has(page)), None)
             if page is None and (work.left or work.with_cores):
                 continue
-            event = None if page is None else self._passage.update(page, work.waits)
+            # What the first one comes behind, the others do too: they are on the same stream.
+            waits = work.waits if work.last is None else ()
+            event = None if page is None else self._passage.update(page, waits)
             with self._lock:
                 if page is not None:
                     work.left.remove(page)
@@ -202,26 +206,24 @@ class Handing:
         return False
 
     def _share(self, ready: Sequence[UnitWork]) -> bool:
-        """Give the next page that is not here to the cores. See cores.py, Note [Two hands]."""
-        if self._cores is None:
+        """Give the last page that is not here to the cores. See cores.py, Note [Two hands]."""
+        if self._cores is None or not self._cores.has_room():
             return False
-        for work in itertools.takewhile(lambda work: work.is_computed, ready):
-            waiting = self._passage.way_home.waiting
-            page = next((p for p in work.left if p not in waiting and not self._passage.has(p)), None)
-            if page is None:
+        waiting, stored = self._passage.way_home.waiting, self._passage.way_home.stored
+        for work, page in _last_first(ready):
+            here = page in waiting or self._passage.has(page)
+            if here or page in work.not_for_cores or not self._cores.suits(page):
                 continue
-            if not self._cores.can_take(page):
-                return False
             with self._lock:
                 work.left.remove(page)
                 work.with_cores += 1
-            stored = self._passage.way_home.stored
             if self._cores.take(page, work.waits, stored.get(page), functools.partial(self._came_back, work)):
                 stored.pop(page, None)
                 return True
             with self._lock:
                 work.left.append(page)
                 work.with_cores -= 1
+                work.not_for_cores.add(page)
         return False
 
     def _came_back(self, work: UnitWork, event: When, failed: BaseException | None) -> None:
@@ -256,6 +258,13 @@ class Handing:
 
 def _moment() -> None:
     time.sleep(0.001)
+
+
+def _last_first(ready: Sequence[UnitWork]) -> Iterator[tuple[UnitWork, Page]]:
+    """Pages of what is computed, those that are needed last before the others."""
+    for work in reversed(list(itertools.takewhile(lambda work: work.is_computed, ready))):
+        for page in reversed(tuple(work.left)):
+            yield work, page
 
 
 def _in_order(works: Sequence[UnitWork]) -> tuple[list[UnitWork], list[UnitWork]]:

@@ -13,6 +13,7 @@ from overspill.kernels import codecs, cpu
 from overspill.kernels.elements import Elements
 from overspill.kernels.executors import Executor, executor_for
 from overspill.kernels.reference import Rule
+from overspill.runtime.addressing import Addressing
 from overspill.runtime.collect import Collector
 from overspill.runtime.generation import as_flat
 from overspill.runtime.masters import Masters
@@ -43,6 +44,7 @@ class KernelUpdate:
         """The number of each unit's first parameter."""
         self._pages = pages
         self._masters = masters
+        self._addressing = Addressing(units, pages, masters)
         self._steps: Counter[tuple[int, int]] = Counter()
         self._aside: dict[tuple[int, int], Mapping[str, Any]] = {}
         """States of parameters that were trained before and are frozen now."""
@@ -56,11 +58,15 @@ class KernelUpdate:
         executor = self._executors[format]
         for share in shares:
             param, part = share.due.param, share.part
+            step = self._steps[unit, param]
+            key = codecs.key_of(self._first[unit] + param, step)
+            if executor.quick is not None:
+                at = self._addressing.of((unit, page), memory, share, key)
+                if at is not None and executor.quick(at, share.hypers, step):
+                    continue
             kept, *arrays = self._cached(unit, page, part, memory)
             self._masters.current(unit, page, part, kept)
             rest = kept if (unit, param) in self._masters else None
-            step = self._steps[unit, param]
-            key = codecs.key_of(self._first[unit] + param, step)
             weight = self.weight(unit, part)
             for begin, end, gradient, factors in _gradients(share, executor):
                 on = Elements(

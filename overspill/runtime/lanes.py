@@ -102,6 +102,11 @@ class Lanes:
             self._delay(op.kind)
             work()
 
+    @property
+    def watched(self) -> bool:
+        """Whether somebody records, or delays, what runs."""
+        return self._recorder.on or bool(self.delays)
+
     def mark(self) -> Ticket | None:
         """A ticket for all that the caller's stream has been given so far."""
         if self.device.type != "cuda":

@@ -23,10 +23,17 @@ def arrays_bytes(page: PageSpec) -> int:
 
 def arrays_of(page: PageSpec, part: PartSpec, memory: Tensor) -> list[Tensor]:
     """A part's piece of each array of its page: what is kept of the masters (if anything is), then the fields'."""
+    return [
+        memory[begin : begin + -(-part.numel // shared) * dtype.itemsize].view(dtype)
+        for begin, (dtype, shared) in zip(offsets_of(page, part), page.format.arrays, strict=True)
+    ]
+
+
+def offsets_of(page: PageSpec, part: PartSpec) -> list[int]:
+    """Where a part's piece of each array begins in its page: bytes."""
     found, offset = [], 0
     for dtype, shared in page.format.arrays:
-        begin = offset + part.element // shared * dtype.itemsize
-        found.append(memory[begin : begin + -(-part.numel // shared) * dtype.itemsize].view(dtype))
+        found.append(offset + part.element // shared * dtype.itemsize)
         offset += page.elements // shared * dtype.itemsize
     return found
 

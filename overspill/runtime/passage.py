@@ -22,6 +22,7 @@ from overspill.runtime.ring import Page
 from overspill.runtime.slots import Slots
 from overspill.runtime.updates import Updates
 from overspill.runtime.ways import Ways, When
+from overspill.tiers import HostTier
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +33,8 @@ class _Leaving:
     slot: int
     nbytes: int
     work: Work
+    by_driver: bool
+    """Whether that is but copies by CUDA's driver."""
     updated: When
     home: Future[When] = field(default_factory=Future)
     """When it is there."""
@@ -83,9 +86,8 @@ class WayHome:
 
     def send(self, leaving: _Leaving) -> None:
         self._ways.let_others_in()
-        home = self._ways.put(
-            Op(Kind.STATE_STORE, Lane.DOWN, *leaving.page, leaving.nbytes), leaving.work, (leaving.updated,)
-        )
+        op = Op(Kind.STATE_STORE, Lane.DOWN, *leaving.page, leaving.nbytes)
+        home = self._ways.put(op, leaving.work, (leaving.updated,), leaving.by_driver)
         del self.waiting[leaving.page]
         self.stored[leaving.page] = home
         self.release(leaving.slot, leaving.page, home)
@@ -149,9 +151,13 @@ class Passage:
         return self.way_home.look() or len(self.coming) < before or borrowed
 
     def on_the_way(self) -> Work | None:
-        """What waits for the first that is on its way; None: nothing is."""
-        event = self.way_home.first() if len(self.way_home) else self.coming[0] if self.coming else None
-        return None if event is None else event.synchronize
+        """What waits for the first that is on its way; None: nothing is. Slots on their way home are taken before they
+        are free where nothing is lent, those that will be free first before the others, so there what comes is over
+        first."""
+        events = [self.coming[0]] if self.coming else []
+        if len(self.way_home):
+            events.insert(0 if self.loans.allowed else 1, self.way_home.first())
+        return next((event.synchronize for event in events if event is not None), None)
 
     def give_up(self, unit: int) -> None:
         """Free the slot of the page that was fetched last, but for those of this unit."""
@@ -194,7 +200,8 @@ class Passage:
             if work is not None:
                 stored = self.way_home.stored.pop(page, None)
                 nbytes = self._pages.passing_bytes(*page)
-                event = self._ways.put(Op(Kind.STATE_FETCH, Lane.UP, *page, nbytes), work, (stored, free))
+                op = Op(Kind.STATE_FETCH, Lane.UP, *page, nbytes)
+                event = self._ways.put(op, work, (stored, free), _by_driver(self._pages, page))
                 self.moved[Lane.UP] += nbytes
                 if event is not None:
                     self.coming.append(event)
@@ -221,7 +228,8 @@ class Passage:
             if work is None:
                 self.way_home.release(slot, page, updated)
             else:
-                leaving = _Leaving(page, slot, self._pages.passing_bytes(*page), work, updated)
+                nbytes, by_driver = self._pages.passing_bytes(*page), _by_driver(self._pages, page)
+                leaving = _Leaving(page, slot, nbytes, work, by_driver, updated)
                 self.way_home.add(leaving)
                 self._executor.tickets.put(Key(Kind.STATE_STORE, *page), Ticket(leaving.home, self._device))
             self._pages.forget(page)
@@ -254,6 +262,12 @@ class Passage:
             if slot >= 0:
                 _finish(event)
                 self._pages.ring.memory(page)[: memory.numel()].copy_(memory)
+
+
+def _by_driver(pages: Pages, page: Page) -> bool:
+    """Whether its way to and from its home is but copies by CUDA's driver."""
+    home = pages.home(*page)
+    return home is not None and isinstance(home[0], HostTier) and home[0].by_driver
 
 
 def _over(event: When) -> bool:

@@ -70,16 +70,25 @@ class Share:
     def as_kept(self) -> AsKept | None:
         """The part's gradient as its bytes are, and the numbers on the device that it is to be multiplied with; None:
         it takes more than that."""
-        generation, first = self.due.generation, self.part.begin
+        known = self.factors()
+        if known is None:
+            return None
+        return (self._own(self.part.begin, self.part.end) if self.staged is None else self.staged), known
+
+    def factors(self) -> Sequence[Tensor] | None:
+        """What the gradient's bytes are to be multiplied with; None: it takes more than that."""
+        generation = self.due.generation
         factors = [change.factor for change in generation.waiting(self.due.changes)]
         if generation.narrow and generation.factor is not None:
             factors.insert(0, generation.factor)
         if generation.zero or len(factors) > MOST_FACTORS:
             return None
         known = tuple(f for f in factors if f is not None and f.device == self.device)
-        if len(known) < len(factors):
-            return None
-        return (self._own(first, self.part.end) if self.staged is None else self.staged), known
+        return known if len(known) == len(factors) else None
+
+    def address(self) -> int:
+        """Where the gradient's bytes are."""
+        return self.due.generation.address(self.part.begin) if self.staged is None else self.staged.data_ptr()
 
     def whole(self) -> Tensor:
         """The part's gradient, of the shape of the parameter if the part is all of it; the bytes in `p.grad`
@@ -177,6 +186,7 @@ class Updates:
         self._pending: dict[int, tuple[Job, ...]] = {}
         self._staged: dict[tuple[int, int], dict[tuple[int, int], Tensor]] = {}
         """(unit, page) -> (parameter, first element) -> gradients that are there for an update."""
+        self._by_param: dict[tuple[int, int], dict[int, list[PartSpec]]] = {}
 
     def handlers(self) -> dict[Kind, Handler]:
         return {
@@ -198,9 +208,7 @@ class Updates:
 
     def shares(self, unit: int, page: int) -> list[Share]:
         """What an update of a page has to do."""
-        parts: dict[int, list[PartSpec]] = {}
-        for part in self._pages.spec(unit, page).parts:
-            parts.setdefault(part.param, []).append(part)
+        parts = self._parts(unit, page)
         staged = self._staged.get((unit, page), {})
         return [
             Share(job.hypers, due, part, staged.get((part.param, part.begin)), self._pages.device)
@@ -208,6 +216,14 @@ class Updates:
             for due in job.due
             for part in parts.get(due.param, ())
         ]
+
+    def _parts(self, unit: int, page: int) -> dict[int, list[PartSpec]]:
+        """By parameter."""
+        if (unit, page) not in self._by_param:
+            found = self._by_param[unit, page] = {}
+            for part in self._pages.spec(unit, page).parts:
+                found.setdefault(part.param, []).append(part)
+        return self._by_param[unit, page]
 
     def reads_device(self, unit: int) -> bool:
         """Whether the host reads numbers of the device for an update: a hyperparameter, or whether weights were

@@ -12,7 +12,7 @@ import torch
 
 from overspill.program import Lane, Op
 from overspill.runtime.lanes import DEVICE_CYCLES_PER_SECOND, Lanes, Work
-from overspill.tiers import Event, recorded
+from overspill.tiers import Event, in_one_go, recorded
 
 When = Event | None
 """None: it is over, as everything is at once without a GPU."""
@@ -33,12 +33,14 @@ class Ways:
             for lane, priority in ((Lane.UP, 0), (Lane.UPDATE, -1), (Lane.DOWN, 0), (Lane.PAGES, -1)):
                 self._streams[lane] = torch.cuda.Stream(lanes.device, priority=priority)
 
-    def put(self, op: Op, work: Work, waits: Sequence[When]) -> When:
-        """On the stream of the op's lane, behind some events."""
+    def put(self, op: Op, work: Work, waits: Sequence[When], copies: bool = False) -> When:
+        """On the stream of the op's lane, behind some events. `copies`: it is but copies by CUDA's driver."""
         if not self._streams:
             self._lanes.timed(op.lane, op, work)
             return None
         stream = self._streams[op.lane]
+        if copies and not self._lanes.watched:
+            return in_one_go(stream, waits, work)
         for event in waits:
             if event is not None:
                 event.wait(stream)

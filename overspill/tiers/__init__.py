@@ -2,7 +2,7 @@
 
 A tier hands out slots and moves raw bytes between a slot and a tensor; it knows
 nothing of parameters, units or plans. Order and events are the caller's business.
-May be imported here: `overspill.errors`, `specs`, `config`, `trace`, this folder, torch.
+May be imported here: `overspill.errors`, `specs`, `config`, `trace`, `native`, this folder, torch.
 
 - slot: a fixed place in a tier, given out once and never given back, but to a growing tier.
 - arena: one anonymous memory map of exact size, page-locked once if asked.
@@ -11,7 +11,7 @@ May be imported here: `overspill.errors`, `specs`, `config`, `trace`, this folde
 
 from overspill.tiers.base import Slot, Tier
 from overspill.tiers.device import HeldBudget, keep_no_freed_memory, share_one_heap
-from overspill.tiers.driver import Event, Together, recorded
+from overspill.tiers.driver import Event, Together, in_one_go, recorded
 from overspill.tiers.growing import GrowingTier
 from overspill.tiers.host import HostTier
 from overspill.tiers.malloc import freed_at_once
@@ -37,6 +37,7 @@ __all__ = [
     "disk_free",
     "freed_at_once",
     "host_available",
+    "in_one_go",
     "keep_no_freed_memory",
     "node_of",
     "recorded",

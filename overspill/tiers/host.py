@@ -98,6 +98,11 @@ class HostTier:
         self._arena.pin()
 
     @property
+    def by_driver(self) -> bool:
+        """Whether copies to and from cuda are but calls of CUDA's driver."""
+        return self._arena.pinned and driver.there_is()
+
+    @property
     def pinned(self) -> bool:
         """Whether the arena is page-locked, so that copies to cuda are asynchronous."""
         return self._arena.pinned

@@ -1,14 +1,17 @@
 """Calls of CUDA's driver: in whose context, what is refused, what goes by torch. Without a GPU, by a stand-in."""
 
 import contextlib
-from collections.abc import Iterator
+import ctypes
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from overspill.tiers import driver, recorded
+from overspill.native import library
+from overspill.tiers import driver, in_one_go, recorded
 from overspill.tiers.driver import Together
 
 
@@ -18,6 +21,7 @@ class Driver:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
         self.current, self.bound, self.codes = 0, {0, 1}, dict[str, list[int]]()
+        self.events, self.played = 6, list[list[int]]()
 
     def __getattr__(self, name: str) -> Any:
         def call(*given: Any) -> int:
@@ -25,7 +29,10 @@ class Driver:
                 return 201
             self.calls.append((name, self.current))
             if name == "create":
-                given[0]._obj.value = 7
+                self.events += 1
+                given[0]._obj.value = self.events
+            if name == "play":
+                self.played.append(list(given[0]))
             return (self.codes.get(name) or [0]).pop(0)
 
         return call
@@ -44,6 +51,7 @@ class Driver:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     monkeypatch.setattr(driver, "_driver", lambda: made)
+    monkeypatch.setattr(driver, "_unused", defaultdict(list))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: made.current)
     monkeypatch.setattr(torch.cuda, "device", made.device)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -83,10 +91,71 @@ def test_what_is_refused_is_an_error(cuda: Driver) -> None:
             call()
 
 
-def test_an_event_is_given_back(cuda: Driver) -> None:
-    event = recorded(stream())
+def test_an_event_that_nobody_has_is_used_again(cuda: Driver) -> None:
+    event, other = recorded(stream()), recorded(stream())
+    assert cuda.events == 8
     del event
-    assert cuda.calls[-1] == ("destroy", 0)
+    again = recorded(stream())
+    assert cuda.events == 8 and again is not other
+    elsewhere = recorded(stream(1))
+    assert cuda.events == 9 and elsewhere is not again, "of another device"
+
+
+def test_a_way_is_put_on_its_stream_in_one_go(cuda: Driver) -> None:
+    first, second = recorded(stream()), recorded(stream())
+    source, to = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    cuda.calls.clear()
+    event = in_one_go(stream(), [first, None, Together((second, first))], lambda: _copied(to, source))
+    assert cuda.calls == [("create", 0), ("play", 0)], "one event is new, and all else together"
+    copied = [1, to.data_ptr(), source.data_ptr(), 8]
+    assert cuda.played == [[0, 7, 0, 0, 0, 8, 0, 0, 0, 7, 0, 0, *copied, 2, 9, 0, 0]]
+    event.wait(stream())
+    assert cuda.calls[-1] == ("wait", 0), "from now on at once"
+
+
+def _copied(to: torch.Tensor, source: torch.Tensor) -> None:
+    assert driver.copy(to, source)
+
+
+def test_what_fails_on_the_way_leaves_nothing_collected(cuda: Driver) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        in_one_go(stream(), [], fail)
+    cuda.codes["play"] = [700]
+    with pytest.raises(RuntimeError, match="error 700"):
+        in_one_go(stream(), [], lambda: None)
+    recorded(stream()).wait(stream())
+    assert cuda.calls[-1] == ("wait", 0)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_calls_are_made_in_their_order(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the native library, and one after the other without it; the first error ends it."""
+    if native and library() is None:
+        pytest.skip("no native library: there was no compiler at install")
+    if not native:
+        monkeypatch.setattr(driver, "library", lambda: None)
+    made: list[tuple[Any, ...]] = []
+
+    def noting(name: str, *kinds: Any) -> Any:
+        def call(*given: Any) -> int:
+            made.append((name, *given))
+            return 700 if name == "record" and given[0] == 99 else 0
+
+        return ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(call)
+
+    at, size, flags = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+    stand_in: Any = SimpleNamespace(
+        cuStreamWaitEvent=noting("wait", at, at, flags),
+        cuMemcpyAsync=noting("copy", at, at, size, at),
+        cuEventRecord=noting("record", at, at),
+    )
+    play: Callable[..., int] = driver._player(stand_in)
+    assert play([0, 5, 0, 0, 1, 10, 20, 30, 2, 6, 0, 0], 3) == 0
+    assert made == [("wait", 3, 5, 0), ("copy", 10, 20, 30, 3), ("record", 6, 3)]
+    assert play([2, 99, 0, 0, 0, 5, 0, 0], 3) == 700 and len(made) == 4
 
 
 def test_several_events_are_over_together(cuda: Driver) -> None:

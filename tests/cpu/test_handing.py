@@ -169,12 +169,15 @@ class Pages:
 class Hands:
     """As cores that never end by themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, *refused: tuple[int, int]) -> None:
         self.taken: list[tuple[tuple[int, int], Any]] = []
-        self.busy = False
+        self.refused, self.busy = refused, False
 
-    def can_take(self, page: tuple[int, int]) -> bool:
+    def has_room(self) -> bool:
         return True
+
+    def suits(self, page: tuple[int, int]) -> bool:
+        return page not in self.refused
 
     def take(self, page: tuple[int, int], waits: list[Any], stored: Any, done: Any) -> bool:
         self.taken.append((page, done))
@@ -211,6 +214,13 @@ def test_a_unit_is_done_when_the_ring_and_the_cores_are() -> None:
     cores.taken[0][1](up, None)
     found = divided.future.result()
     assert isinstance(found, Together) and set(map(id, found.events)) == {id(up), id(pages.events[3, 0])}
+
+
+def test_the_cores_take_what_is_needed_last_of_what_suits_them() -> None:
+    cores = Hands((5, 0))
+    first, last = UnitWork(4, 0, [], [(4, 0), (4, 1)]), UnitWork(5, 1, [], [(5, 0)])
+    hands = handing(Pages(), first, last, cores=cores)
+    assert hands.do() and hands.do() and [page for page, _ in cores.taken] == [(4, 1), (4, 0)]
 
 
 def test_an_error_of_the_cores_ends_the_unit() -> None:

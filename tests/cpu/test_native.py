@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import overspill.native
 from overspill.kernels import codecs, cpu, masters, reference
 from overspill.kernels.cpu import How
 from overspill.kernels.elements import Elements
@@ -251,7 +252,7 @@ def test_an_instruction_set_can_be_forced(monkeypatch: pytest.MonkeyPatch, caplo
 def test_without_the_library_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Any
 ) -> None:
-    monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "none.so")
+    monkeypatch.setattr(overspill.native, "LIBRARY", tmp_path / "none.so")
     cpu.library.cache_clear()
     try:
         with caplog.at_level(logging.INFO, "overspill"):

@@ -66,7 +66,7 @@ def test_every_length_at_odd_places() -> None:
         inside = slice(begin, begin + length)
         fields = [f[inside] for f in found.fields]
         cut = Elements(found.weight[inside], found.kept[inside], found.gradient[inside], there.factors, fields)
-        gpu.adam(cut, RULES["adamw"][2], 5)
+        gpu.RULES["adam"](cut, RULES["adamw"][2], 5)
         assert unlike(part(found, begin, begin + length), part(known, begin, begin + length)) == [], length
         for outside in (slice(0, begin), slice(begin + length, room)):
             assert _same(found.weight[outside], there.weight[outside]), length

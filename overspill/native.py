@@ -1,0 +1,31 @@
+"""The native library: csrc/, by ctypes.
+
+Note [The library]: it is built when overspill is installed, and lies in the folder of kernels. Where there was no
+compiler there is none, one line says so, and plain torch does what it would do.
+"""
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+
+log = logging.getLogger("overspill")
+
+LIBRARY = Path(__file__).with_name("kernels") / "liboverspill_native.so"
+VERSION = 3
+"""Of what csrc/ declares for us."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """See Note [The library]."""
+    try:
+        found = ctypes.CDLL(str(LIBRARY))
+        version = found.overspill_version()
+    except (OSError, AttributeError) as error:
+        log.info("updates on the host run in plain torch, which is slower: no native library (%s)", error)
+        return None
+    if version != VERSION:
+        log.warning("expected version %d of %s, found %d: it is not used; install anew", VERSION, LIBRARY.name, version)
+        return None
+    return found

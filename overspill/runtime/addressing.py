@@ -1,0 +1,49 @@
+"""Where the arrays of an update are, for executors that need no more than that: making views takes time."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from overspill.kernels.elements import Addresses
+from overspill.runtime.masters import Masters
+from overspill.runtime.pages import Pages, offsets_of
+from overspill.runtime.ring import Page
+from overspill.runtime.updates import Share
+from overspill.units.unit import Unit
+
+
+class Addressing:
+    def __init__(self, units: Sequence[Unit], pages: Pages, masters: Masters) -> None:
+        self._units = units
+        self._pages = pages
+        self._masters = masters
+        self._offsets: dict[tuple[int, int, int], list[int]] = {}
+        """(unit, page, first element in the page) -> where a part's arrays begin in the page."""
+
+    def of(self, page: Page, memory: Tensor, share: Share, key: int) -> Addresses | None:
+        """Of a share in an update of a page that is in `memory`; None: it takes more than addresses. `key`: for
+        chance."""
+        part, place, factors = share.part, (page[0], share.due.param), share.factors()
+        if factors is None or self._masters.edits.is_watched(place, part):
+            return None
+        unit, format, has_master = self._units[page[0]], self._pages.spec(*page).format, place in self._masters
+        spec, base = unit.spec.params[part.param], memory.data_ptr()
+        kept, *arrays = (base + offset for offset in self._of_part(page, share))
+        return Addresses(
+            unit.flat.data_ptr() + spec.offset + part.begin * spec.dtype.itemsize,
+            kept if has_master else None,
+            share.address(),
+            tuple(factor.data_ptr() for factor in factors),
+            tuple(arrays),
+            part.numel,
+            (spec.dtype, format.master if has_master else None, share.due.generation.dtype),
+            format.name,
+            part.begin,
+            key,
+        )
+
+    def _of_part(self, page: Page, share: Share) -> list[int]:
+        key = (*page, share.part.element)
+        if key not in self._offsets:
+            self._offsets[key] = offsets_of(self._pages.spec(*page), share.part)
+        return self._offsets[key]
