@@ -30,6 +30,7 @@ from overspill.bench.models import Batches
 from overspill.cli import text_model
 from overspill.cli.loop import compute_device
 from overspill.runtime import parts
+from overspill.runtime.cores import Cores
 from overspill.runtime.handing import Handing
 from overspill.runtime.lanes import Ticket
 from overspill.runtime.passage import Passage
@@ -57,7 +58,8 @@ def page_costs(step: Callable[[], Any], steps: int = 3) -> dict[str, Any]:
     """Calls, seconds, and seconds of the thread itself, per step."""
     found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     before: list[tuple[Any, str, Any]] = []
-    for owner, name in ((Passage, "fetch"), (Passage, "update"), (Passage, "send_home"), (Handing, "do")):
+    calls = ((Passage, "fetch"), (Passage, "update"), (Passage, "send_home"), (Cores, "take"), (Handing, "do"))
+    for owner, name in calls:
         run = getattr(owner, name)
 
         def timed(*given: Any, _run: Any = run, _name: str = name, **more: Any) -> Any:
@@ -186,7 +188,7 @@ def main() -> None:
     found["own_host_seconds"] = worker.own_host_seconds(ready, step, device)
     pager = overspill.api._engine(ready.model).executor.pager
     if asked.cores and pager is not None and pager.cores is not None:
-        found["by_cores"] = {"elements": pager.cores.elements, "seconds": pager.cores.seconds}
+        found["by_cores"] = {key: getattr(pager.cores, key) for key in ("elements", "seconds", "waited")}
     if asked.pages:
         found["pages"] = page_costs(step)
     if asked.layers:

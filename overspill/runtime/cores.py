@@ -6,8 +6,8 @@ link does, so both together are faster than either. Pages come up in the order i
 which take longer for each of them, take those that are needed last, until both meet; so nobody has to know beforehand
 how fast each of them is.
 
-Everything is put on streams of its own here; a thread waits for what arrives, lets the cores work (which takes the
-interpreter's lock from nobody), and sends the weights back.
+Weights and gradients go down between the pages that go home; a thread waits for what arrives, lets the cores work
+(which takes the interpreter's lock from nobody), and sends the weights back.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from overspill.runtime.executor import Executor
 from overspill.runtime.kernel_update import KernelUpdate
 from overspill.runtime.lanes import Ticket
 from overspill.runtime.pages import Pages
+from overspill.runtime.passage import Passage
 from overspill.runtime.ring import Page
 from overspill.runtime.updates import AsKept, OnHost, Share, Updates
 from overspill.runtime.ways import Ways, When
@@ -64,14 +65,16 @@ class _Task:
 class Cores:
     """Takes pages from one thread; see handing.py."""
 
-    def __init__(self, executor: Executor, pages: Pages, updates: Updates, update: KernelUpdate) -> None:
+    def __init__(self, executor: Executor, passage: Passage, updates: Updates, update: KernelUpdate) -> None:
         self._device = executor.lanes.device
         how = cpu.How.best()
         assert how is not None, "there is no native library"
         # The loop, the thread of pages and this one go on meanwhile.
         self._how = cpu.How(how.instructions, max(1, how.threads - 3))
-        self._executor, self._pages, self._updates, self._update = executor, pages, updates, update
-        self._ways = Ways(executor.lanes)
+        self._executor, self._pages, self._updates, self._update = executor, passage.pages, updates, update
+        # Down on the same stream as pages on their way home: the GPU would not look at another one (ways.py, Note
+        # [Gaps]).
+        self._down, self._up = passage.ways, Ways(executor.lanes)
         self._thread = workers(1, "overspill-cores")
         nbytes = staged_bytes(executor.program.model)
         self._tier = HostTier(CORES_STAGED * nbytes, node=node_of(self._device))
@@ -83,8 +86,8 @@ class Cores:
         """Parts of the staging memory whose weights are on their way up."""
         self._error: BaseException | None = None
         self.moved: Counter[Lane] = Counter({Lane.UP: 0, Lane.DOWN: 0})
-        self.elements, self.seconds = 0, 0.0
-        """What the cores did so far, and how long they took for it."""
+        self.elements, self.seconds, self.waited = 0, 0.0, 0.0
+        """What the cores did so far, how long they took for it, and how long they waited for what arrives."""
 
     @property
     def busy(self) -> bool:
@@ -129,7 +132,8 @@ class Cores:
         self.moved[Lane.UP] += sum(part.places[0].nbytes for part in parts)
         with self._executor.views:
             op = Op(Kind.PAGE_GRADS, Lane.DOWN, *page, nbytes)
-            arrived = self._ways.put(op, down, [ticket.event() for ticket in waits], self._tier.by_driver)
+            self._down.let_others_in()
+            arrived = self._down.put(op, down, [ticket.event() for ticket in waits], self._tier.by_driver)
         self._thread.submit(self._run, _Task(page, room, states, parts, arrived, stored, done))
         return True
 
@@ -156,15 +160,16 @@ class Cores:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
+            begin = time.perf_counter()
             for event in (task.arrived, task.stored):
                 if event is not None:
                     event.synchronize()
-            begin = time.perf_counter()
+            self.waited -= begin - (begin := time.perf_counter())
             self._update.run_on_host(task.page, [part.on for part in task.parts], task.states, self._how)
             self.seconds += time.perf_counter() - begin
             self.elements += sum(part.on.weight.numel() for part in task.parts)
             with self._executor.views:
-                up = self._up(task)
+                up = self._send_up(task)
         except BaseException as error:
             self._error = failed = error
             raise
@@ -172,14 +177,14 @@ class Cores:
             self._leaving.append((task.room, up))
             task.done(up, failed)
 
-    def _up(self, task: _Task) -> When:
+    def _send_up(self, task: _Task) -> When:
         def up() -> None:
             for part in task.parts:
                 to = self._update.weight(task.page[0], part.on.share.part)
                 self._tier.load(part.places[0], to.view(torch.uint8))
 
         nbytes = sum(part.places[0].nbytes for part in task.parts)
-        return self._ways.put(Op(Kind.UPDATE, Lane.UP, *task.page, nbytes), up, (), self._tier.by_driver)
+        return self._up.put(Op(Kind.UPDATE, Lane.UP, *task.page, nbytes), up, (), self._tier.by_driver)
 
 
 def _at_home(pages: Pages, page: Page) -> Tensor | None:

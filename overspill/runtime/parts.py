@@ -206,12 +206,12 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
 
         loans = grads.rooms.loans if grads.rooms is not None else Loans()
         loans.allow(model.units, placements, program.limits.lent)
-        cores = None
+        passage, cores = Passage(executor, pages, updates, loans), None
         if program.limits.cores and isinstance(update, KernelUpdate):
             from overspill.runtime.cores import Cores
 
-            cores = Cores(executor, pages, updates, update)
-        executor.pager = Pager(executor, Passage(executor, pages, updates, loans), materials.device, cores)
+            cores = Cores(executor, passage, updates, update)
+        executor.pager = Pager(executor, passage, materials.device, cores)
     return Made(units, executor, weights, grads, pages, masters, update, updates, recorder, ranks, collector)
 
 

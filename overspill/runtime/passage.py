@@ -107,9 +107,9 @@ class Passage:
         self._device = executor.lanes.device
         self._views = executor.views
         self._executor = executor
-        self._pages = pages
+        self.pages = pages
         self._updates = updates
-        self._ways = Ways(executor.lanes)
+        self.ways = Ways(executor.lanes)
         self.moved: Counter[Lane] = Counter({Lane.UP: 0, Lane.DOWN: 0})
         self.slots = Slots(pages.ring, loans, executor.program.limits.depth)
         self.loans = loans
@@ -119,11 +119,11 @@ class Passage:
         """How many of them, by unit."""
         self.coming: deque[When] = deque()
         """Pages that are on their way here, as of the last look."""
-        self.way_home = WayHome(self._ways, self.slots.release)
+        self.way_home = WayHome(self.ways, self.slots.release)
         pages.elsewhere = self
 
     def pages_of(self, unit: int) -> list[Page]:
-        return [(unit, page) for page in range(len(self._pages.model.units[unit].pages))]
+        return [(unit, page) for page in range(len(self.pages.model.units[unit].pages))]
 
     # --- slots
 
@@ -131,7 +131,7 @@ class Passage:
         """Whether it is in a slot, or on its way there, or needs none."""
         if not self._executor.program.passes(page[0]):
             return True
-        if page in self._there and not self._pages.ring.fits(page):
+        if page in self._there and not self.pages.ring.fits(page):
             # Fetched before gradients turned out to be wider.
             self._drop(page)
         return page in self._there
@@ -181,7 +181,7 @@ class Passage:
         with self._views:
             del self._there[page]
             self.of_units[page[0]] -= 1
-            self._pages.forget(page)
+            self.pages.forget(page)
         self.slots.release(slot)
 
     # --- pages
@@ -195,13 +195,13 @@ class Passage:
         if slot is None:
             return False
         with self._views:
-            work = self._pages.fetch_into(slot, page)
+            work = self.pages.fetch_into(slot, page)
             event = free
             if work is not None:
                 stored = self.way_home.stored.pop(page, None)
-                nbytes = self._pages.passing_bytes(*page)
+                nbytes = self.pages.passing_bytes(*page)
                 op = Op(Kind.STATE_FETCH, Lane.UP, *page, nbytes)
-                event = self._ways.put(op, work, (stored, free), _by_driver(self._pages, page))
+                event = self.ways.put(op, work, (stored, free), _by_driver(self.pages, page))
                 self.moved[Lane.UP] += nbytes
                 if event is not None:
                     self.coming.append(event)
@@ -219,20 +219,20 @@ class Passage:
         behind, op = [ticket.event() for ticket in waits], Op(Kind.UPDATE, Lane.UPDATE, *page)
         with self._views:
             if page not in self._there:
-                return self._ways.put(op, lambda: self._updates.run_page(*page), behind)
+                return self.ways.put(op, lambda: self._updates.run_page(*page), behind)
             slot, there = self._there.pop(page)
             self.of_units[page[0]] -= 1
             there = self._fetch_gradients(page, [there, *behind])
-            updated = self._ways.put(op, lambda: self._updates.run_page(*page), (there, *behind))
-            work = self._pages.store_from(page)
+            updated = self.ways.put(op, lambda: self._updates.run_page(*page), (there, *behind))
+            work = self.pages.store_from(page)
             if work is None:
                 self.way_home.release(slot, page, updated)
             else:
-                nbytes, by_driver = self._pages.passing_bytes(*page), _by_driver(self._pages, page)
+                nbytes, by_driver = self.pages.passing_bytes(*page), _by_driver(self.pages, page)
                 leaving = _Leaving(page, slot, nbytes, work, by_driver, updated)
                 self.way_home.add(leaving)
                 self._executor.tickets.put(Key(Kind.STATE_STORE, *page), Ticket(leaving.home, self._device))
-            self._pages.forget(page)
+            self.pages.forget(page)
         return updated
 
     def send_home(self) -> bool:
@@ -249,9 +249,9 @@ class Passage:
         if self._executor.program.placements[page[0]].grad == "device":
             return waits[0]
         work = self._updates.fetch_gradients(page)
-        nbytes = self._pages.spec(*page).grad_bytes
+        nbytes = self.pages.spec(*page).grad_bytes
         self.moved[Lane.UP] += nbytes
-        return self._ways.put(Op(Kind.PAGE_GRADS, Lane.UP, *page, nbytes), work, waits)
+        return self.ways.put(Op(Kind.PAGE_GRADS, Lane.UP, *page, nbytes), work, waits)
 
     # --- from outside: see Pages.write
 
@@ -261,7 +261,7 @@ class Passage:
             slot, event = self._there.get(page, (-1, None))
             if slot >= 0:
                 _finish(event)
-                self._pages.ring.memory(page)[: memory.numel()].copy_(memory)
+                self.pages.ring.memory(page)[: memory.numel()].copy_(memory)
 
 
 def _by_driver(pages: Pages, page: Page) -> bool:
