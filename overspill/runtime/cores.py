@@ -7,7 +7,7 @@ which take longer for each of them, take those that are needed last, until both 
 how fast each of them is.
 
 Weights and gradients go down between the pages that go home; a thread waits for what arrives, lets the cores work
-(which takes the interpreter's lock from nobody), and sends the weights back.
+(which takes the interpreter's lock from nobody), and sends the weights back, between the pages that come up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from overspill.runtime.pages import Pages
 from overspill.runtime.passage import Passage
 from overspill.runtime.ring import Page
 from overspill.runtime.updates import AsKept, OnHost, Share, Updates
-from overspill.runtime.ways import Ways, When
+from overspill.runtime.ways import When
 from overspill.specs import CORES_STAGED, FACTORS_STAGED, align, staged_bytes
 from overspill.tiers import HostTier, Slot, node_of, workers
 
@@ -72,9 +72,8 @@ class Cores:
         # The loop, the thread of pages and this one go on meanwhile.
         self._how = cpu.How(how.instructions, max(1, how.threads - 3))
         self._executor, self._pages, self._updates, self._update = executor, passage.pages, updates, update
-        # Down on the same stream as pages on their way home: the GPU would not look at another one (ways.py, Note
-        # [Gaps]).
-        self._down, self._up = passage.ways, Ways(executor.lanes)
+        # On the streams of pages: as long as copies are queued there, the GPU does not look at those of others.
+        self._ways = passage.ways
         self._thread = workers(1, "overspill-cores")
         nbytes = staged_bytes(executor.program.model)
         self._tier = HostTier(CORES_STAGED * nbytes, node=node_of(self._device))
@@ -132,8 +131,8 @@ class Cores:
         self.moved[Lane.UP] += sum(part.places[0].nbytes for part in parts)
         with self._executor.views:
             op = Op(Kind.PAGE_GRADS, Lane.DOWN, *page, nbytes)
-            self._down.let_others_in()
-            arrived = self._down.put(op, down, [ticket.event() for ticket in waits], self._tier.by_driver)
+            self._ways.let_others_in()
+            arrived = self._ways.put(op, down, [ticket.event() for ticket in waits], self._tier.by_driver)
         self._thread.submit(self._run, _Task(page, room, states, parts, arrived, stored, done))
         return True
 
@@ -184,7 +183,7 @@ class Cores:
                 self._tier.load(part.places[0], to.view(torch.uint8))
 
         nbytes = sum(part.places[0].nbytes for part in task.parts)
-        return self._up.put(Op(Kind.UPDATE, Lane.UP, *task.page, nbytes), up, (), self._tier.by_driver)
+        return self._ways.put(Op(Kind.UPDATE, Lane.UP, *task.page, nbytes), up, (), self._tier.by_driver)
 
 
 def _at_home(pages: Pages, page: Page) -> Tensor | None:

@@ -3,7 +3,7 @@
 Note [Gaps]: as long as a copy to the host is queued behind another one, the GPU does not look at those of other
 streams: a single number that the model reads waited until all pages were home, however few were queued at a time. So
 after every few pages the stream waits for a short kernel elsewhere, which lets the others in, at the same rate
-(docs/log.md). Copies to the device do not hold each other up like that.
+(docs/log.md). Copies to the device do the same: those of another stream came up when the last page was there.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,8 @@ GAP_SECONDS = 20e-6
 
 
 class Ways:
-    """Streams of its own, up, down and for updates: what others queued on theirs may wait for the model."""
+    """Streams of its own, up, down and for updates: what others queued on theirs may wait for the model. Two threads may
+    put something on the same one: what each of them does comes behind what it waits for, and maybe behind more."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
