@@ -22,8 +22,8 @@ GAP_SECONDS = 20e-6
 
 
 class Ways:
-    """Streams of its own, up, down and for updates: what others queued on theirs may wait for the model. Two threads may
-    put something on the same one: what each of them does comes behind what it waits for, and maybe behind more."""
+    """Streams of its own, up, down and for updates: what others queued on theirs may wait for the model. Two threads
+    may put something on the same one: what each of them does comes behind what it waits for, and maybe behind more."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
