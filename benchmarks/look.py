@@ -29,7 +29,8 @@ from overspill.bench.jobs import Job, Training
 from overspill.bench.models import Batches
 from overspill.cli import text_model
 from overspill.cli.loop import compute_device
-from overspill.runtime import parts
+from overspill.plan import solver
+from overspill.plan.hands import Chosen
 from overspill.runtime.cores import Cores
 from overspill.runtime.handing import Handing
 from overspill.runtime.lanes import Ticket
@@ -43,7 +44,7 @@ def arguments() -> argparse.Namespace:
     found.add_argument("--steps", type=int, default=6)
     found.add_argument("--seq", type=int, default=2048)
     found.add_argument("--micro-batch", type=int, default=4)
-    found.add_argument("--cores", action="store_true", help="the host's cores update pages too")
+    found.add_argument("--cores", choices=["both", "cores"], help="the host's cores update pages too, or all of them")
     found.add_argument(
         "--set", action="append", default=[], help="MODULE.NAME=VALUE of the package, as runtime.handing.FAR=32"
     )
@@ -164,7 +165,7 @@ def main() -> None:
     for given in asked.set:
         set_value(given)
     if asked.cores:
-        parts.CORES = {"cuda"}
+        solver.choose = lambda speeds, sizes: Chosen(asked.cores, "as told") if sizes else Chosen("link", "")
     device, ours = compute_device(), parse(asked.ours, {})
     clip = 1.0 if ours.clip is None else ours.clip
     work = {"seq": asked.seq, "micro_batch": asked.micro_batch, "clip": clip}

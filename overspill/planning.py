@@ -18,6 +18,7 @@ from overspill.errors import BudgetError, OptionError, OverspillError, RankError
 from overspill.kernels.cpu import How
 from overspill.kernels.masters import KEPT
 from overspill.kernels.reference import Rule, rule_of
+from overspill.plan.hands import Speeds
 from overspill.plan.memory import Request
 from overspill.plan.plan import Plan
 from overspill.plan.solver import finish, improve, page_sizes, solve
@@ -28,6 +29,7 @@ from overspill.tiers import (
     device_available,
     disk_free,
     host_available,
+    known_rates,
 )
 from overspill.units.layout import Forms, Layout, lay_out
 from overspill.units.states import StateProbe
@@ -264,7 +266,15 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
     cpu, paged = ground.device.type == "cpu", ground.device.type in parts.PAGED
     cores = ground.device.type in parts.CORES and laid_out.spec.format.fields is not None and How.best() is not None
     request = Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, place)
-    return dataclasses.replace(request, copied_norms=cpu, paged=paged, cores=cores)
+    return dataclasses.replace(request, copied_norms=cpu, paged=paged, cores=cores, speeds=_speeds() if cores else None)
+
+
+def _speeds() -> Speeds | None:
+    """Of this machine, as far as they were measured."""
+    known = known_rates()
+    if known is None or known.both is None or known.dram is None or known.cores is None:
+        return None
+    return Speeds(known.both, known.dram, known.cores)
 
 
 def improved(

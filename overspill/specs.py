@@ -369,6 +369,10 @@ class Activations:
         return max(self.before - grads, self.after, 0)
 
 
+Hands = Literal["link", "both", "cores"]
+"""The GPU, as they pass over the link; the host's cores; or both."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """How much the program may hold on the device beyond what lives there."""
@@ -381,5 +385,5 @@ class Limits:
     """Bytes of gradients that may be on their way home before the next one is sent."""
     lent: int = 0
     """Bytes planned for gradients that pages may have while there are none. See runtime/loans.py."""
-    cores: bool = False
-    """Whether the host's cores update pages too. See runtime/cores.py."""
+    hands: Hands = "link"
+    """Who updates pages whose states live in host memory. See runtime/cores.py."""

@@ -3,20 +3,17 @@
 import dataclasses
 import json
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from overspill.bench import facts, process, rows, screen
 from overspill.bench.jobs import Job
 from overspill.errors import OptionError
+from overspill.tiers.known import cache, cached, machine_key, rates_of
 from overspill.tiers.rates import PAGE, Rates
 
-_ENTRY = frozenset({"date", "rates", "disks"})
 LIMIT = 300.0
 """Seconds that measuring may take."""
 UNITS = {
@@ -28,6 +25,7 @@ UNITS = {
     "disk_write": ("disk, written", 1e9, "GB/s"),
     "matmul": ("bf16 matrix product", 1e12, "TFLOP/s"),
     "update": ("AdamW update on the device", 1e9, "G elements/s"),
+    "cores": ("AdamW update on the host's cores", 1e9, "G elements/s"),
 }
 """How each rate is called, and shown."""
 DISK = ("disk_read", "disk_write")
@@ -48,15 +46,17 @@ class Probed:
 
 def probe(nvme: Path | None, fresh: bool) -> Probed:
     """Those from the cache, or new ones, which are kept there if nothing went wrong."""
-    key, disk = _key(), str(nvme.absolute()) if nvme else None
-    known = _cached()
+    key, disk = machine_key(), str(nvme.absolute()) if nvme else None
+    known = cached()
     before = known.get(key, {"disks": {}})
-    if key in known and not fresh and (disk is None or disk in before["disks"]):
-        return Probed(_rates({**before["rates"], **before["disks"].get(disk, {})}), before["date"], cached=True)
+    # One of an older version may have less.
+    whole = before.get("rates", {}).keys() >= Rates.__dataclass_fields__.keys() - set(DISK)
+    if whole and not fresh and (disk is None or disk in before["disks"]):
+        return Probed(rates_of({**before["rates"], **before["disks"].get(disk, {})}), before["date"], cached=True)
     job = Job(kind="rates", label="probe", nvme=disk)
     with screen.working("probe") as told:
         outcome = process.run(job, LIMIT, told)
-    found = Probed(_rates(outcome.result or {}), facts.now(), cached=False, reason=outcome.reason)
+    found = Probed(rates_of(outcome.result or {}), facts.now(), cached=False, reason=outcome.reason)
     if found.reason is None:
         entry = {"date": found.date, "versions": facts.versions(), "machine": outcome.machine}
         measured = dataclasses.asdict(found.rates)
@@ -85,30 +85,9 @@ def table(found: Rates) -> str:
     return rows.aligned(lines)
 
 
-def cache() -> Path:
-    """The file in which rates are kept."""
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "overspill" / "machine.json"
-
-
-def _key() -> str:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"{platform.node()} | {gpu}"
-
-
-def _rates(found: Mapping[str, float | None]) -> Rates:
-    """What another version measured beside them is left out."""
-    return Rates(**{name: value for name, value in found.items() if name in Rates.__dataclass_fields__})
-
-
-def _cached() -> dict[str, Any]:
-    """A file that cannot be read is as good as none: everything in it can be measured again."""
-    try:
-        found = json.loads(cache().read_text())
-    except (OSError, ValueError):
-        return {}
-    entries = found.items() if isinstance(found, dict) else ()
-    return {key: entry for key, entry in entries if isinstance(entry, dict) and entry.keys() >= _ENTRY}
+def kept_in() -> Path:
+    """The file with what was measured."""
+    return cache()
 
 
 def _keep(known: Mapping[str, Any]) -> None:

@@ -22,4 +22,4 @@ def probe(nvme: Nvme = None, fresh: Fresh = False) -> None:
     typer.echo(probing.table(found.rates))
     if found.reason is not None:
         raise OptionError(f"expected all of it, found that something is missing: {found.reason}")
-    typer.echo(f"measured {found.date}, {'read from' if found.cached else 'kept in'} {probing.cache()}")
+    typer.echo(f"measured {found.date}, {'read from' if found.cached else 'kept in'} {probing.kept_in()}")

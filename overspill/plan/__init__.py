@@ -3,6 +3,7 @@
 solver.py    device first, then host, then nvme; refuses what cannot work, with the smallest budget that would
 memory.py    what a plan takes on the device, line by line
 simulate.py  folds the program over the events of a step: peak bytes and traffic, without bytes
+hands.py     who updates states in host memory, by what was measured of the machine
 plan.py      the Plan: placements, limits, peaks; prints as a table, turns into JSON
 
 Runs on a laptop without torch devices. May import: program, and layer 0 (errors, specs, config, trace); never

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from overspill.plan.hands import Speeds
 from overspill.plan.plan import Line
 from overspill.plan.simulate import Simulated, simulate
 from overspill.program import WAITING, Program
@@ -53,6 +54,8 @@ class Request:
     """Whether pages are fetched ahead of the step, as they are on a GPU."""
     cores: bool = False
     """Whether the host's cores can update pages too."""
+    speeds: Speeds | None = None
+    """Of the machine; None: not measured."""
     activations: Activations | None = None
     """What they were seen to take, with a margin; None: not known yet."""
 

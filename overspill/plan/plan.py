@@ -5,8 +5,15 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from overspill.plan.hands import executor
 from overspill.program import Program
-from overspill.specs import ROLES, TIERS, Budget, Limits, ModelSpec, Placement, TierName, human
+from overspill.specs import ROLES, TIERS, Budget, Hands, Limits, ModelSpec, Placement, TierName, human
+
+_BY: dict[Hands, str] = {
+    "link": "by the device as they pass",
+    "both": "by the device as they pass, and by the host's cores, until both meet",
+    "cores": "by the host's cores",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,8 @@ class Plan:
     page_bytes: int
     staging: int
     """Bytes of each of the two host buffers through which nvme is read and written."""
+    why: str = ""
+    """What decided who updates states in host memory. See hands.py."""
 
     @property
     def program(self) -> Program:
@@ -57,6 +66,7 @@ class Plan:
                 "parameters": sum(p.nbytes // p.dtype.itemsize for p in unit.params),
                 "bytes": {role: unit.role_bytes(role) for role in ROLES},
                 "home": {role: placement.of(role) for role in ROLES},
+                "update": executor(placement, self.limits.hands),
             }
             for unit, placement in zip(self.model.units, self.placements, strict=True)
         ]
@@ -70,6 +80,7 @@ class Plan:
             "limits": dataclasses.asdict(self.limits),
             "page_bytes": self.page_bytes,
             "moved_per_step": self.moved,
+            "updates": self.why,
             "units": units,
         }
         return json.dumps(body, indent=2)
@@ -109,7 +120,7 @@ class Plan:
         for placement, names in homes.items():
             shown = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} units)"
             notes.append(f"{shown}: weights {placement.weight}, gradients {placement.grad}, states {placement.state}")
-        if self.limits.cores:
-            notes.append("states on host: updated by the device as they pass, and by the host's cores, whoever is free")
+        if self.why:
+            notes.append(f"states on host are updated {_BY[self.limits.hands]} ({self.why})")
         moved = ", ".join(f"{lane} {human(n)}" for lane, n in self.moved.items() if n)
         return [*notes, f"moved per step: {moved or 'nothing'}"]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from overspill.errors import BudgetError
+from overspill.plan.hands import choose, sizes_of
 from overspill.plan.memory import NVME_BLOCK, Request, bytes_on, device_lines, simulated, taken_bytes
 from overspill.plan.plan import Line, Plan
 from overspill.specs import (
@@ -231,8 +232,9 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
     lines.append(Line("device", "activations", rest if request.activations is not None else min(activations, rest)))
     uses_nvme = any(p.of(role) == "nvme" for p in placements for role in ROLES)
     staging = _staging_bytes(budget.host) if uses_nvme else 0
-    cores = _cores(request, placements, staging)
-    limits = replace(limits, cores=cores > 0)
+    chosen = choose(request.speeds, sizes_of(model, placements) if request.cores else None)
+    cores = _cores(request, placements, staging) if chosen.hands != "link" else 0
+    limits = replace(limits, hands=chosen.hands if cores else "link")
     elsewhere: tuple[TierName, ...] = ("host", "nvme")
     for tier in elsewhere:
         lines += [Line(tier, role, bytes_on(model, placements, role, tier)) for role in ROLES]
@@ -252,6 +254,7 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
         dtypes=dict(request.dtypes),
         page_bytes=request.page_bytes,
         staging=staging,
+        why=chosen.why,
     )
     limits_of: dict[TierName, int] = {"host": budget.host, "nvme": budget.nvme}
     for tier, limit in limits_of.items():
@@ -263,10 +266,9 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
 def _cores(request: Request, placements: tuple[Placement, ...], staging: int) -> int:
     """What the host's cores take to update pages, in host memory; 0: they do not, or there is no room for it."""
     from_disk = any("nvme" in (p.state, p.grad) for p in placements)
-    wanted = request.cores and not from_disk and any(p.state == "host" and p.grad == "device" for p in placements)
     taken = sum(bytes_on(request.model, placements, role, "host") for role in ROLES) + 2 * staging
     staged = CORES_STAGED * staged_bytes(request.model)
-    return staged if wanted and taken + staged <= request.budget.host else 0
+    return staged if not from_disk and taken + staged <= request.budget.host else 0
 
 
 def _file_system(lines: list[Line]) -> int:

@@ -4,7 +4,8 @@ Note [Two hands]: of a page that the cores update, only gradients and weights go
 exact states 6 bytes for each parameter instead of 20. The cores pass over about as many parameters in a second as the
 link does, so both together are faster than either. Pages come up in the order in which they are needed, and the cores,
 which take longer for each of them, take those that are needed last, until both meet; so nobody has to know beforehand
-how fast each of them is.
+how fast each of them is. Whether that is faster depends on the machine (plan/hands.py); where the link is very slow,
+the cores take all of them, in their order.
 
 Weights and gradients go down between the pages that go home; a thread waits for what arrives, lets the cores work
 (which takes the interpreter's lock from nobody), and sends the weights back, between the pages that come up.
@@ -30,7 +31,7 @@ from overspill.runtime.passage import Passage
 from overspill.runtime.ring import Page
 from overspill.runtime.updates import AsKept, OnHost, Share, Updates
 from overspill.runtime.ways import When
-from overspill.specs import CORES_STAGED, FACTORS_STAGED, align, staged_bytes
+from overspill.specs import CORES_STAGED, FACTORS_STAGED, Hands, align, staged_bytes
 from overspill.tiers import HostTier, Slot, node_of, workers
 
 Done = Callable[[When, BaseException | None], None]
@@ -93,6 +94,11 @@ class Cores:
         if self._error is not None:
             raise RuntimeError("the cores stopped") from self._error
         return len(self._free) + len(self._leaving) < CORES_STAGED
+
+    @property
+    def hands(self) -> Hands:
+        """Who updates, by the plan that is in force."""
+        return self._executor.program.limits.hands
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)

@@ -131,7 +131,7 @@ class Handing:
         if self._passage.look(borrow):
             return True
         stuck = next((work.unit for work in ready if work.left), None)
-        if stuck is not None and self._passage.on_the_way() is None:
+        if stuck is not None and self._passage.on_the_way() is None and not _are_busy(self._cores):
             # Pages that could go home later have all slots, or are what is waited for; or those that cannot be updated
             # yet have them.
             if not self._passage.send_home() and not len(self._passage.slots):
@@ -144,16 +144,11 @@ class Handing:
         with self._lock:
             waits = [ticket for work in self._works for ticket in work.waits]
         on_the_way = self._passage.on_the_way()
-        if on_the_way is not None and (waits or self._is_shared):
+        if on_the_way is not None and (waits or _are_busy(self._cores)):
             # That may be behind much else, and what is handed out next may not be.
             return _moment
         unready = next((t.finish if t.issued else t.wait_issued for t in waits), None)
-        return on_the_way or unready or (_moment if self._is_shared else None)
-
-    @property
-    def _is_shared(self) -> bool:
-        """Whether the cores have pages. An error of theirs comes out here."""
-        return self._cores is not None and self._cores.busy
+        return on_the_way or unready or (_moment if _are_busy(self._cores) else None)
 
     def end(self) -> None:
         """What was fetched for later is given up."""
@@ -169,8 +164,7 @@ class Handing:
         for work in works:
             if self._passage.of_units[work.unit] == len(work.left):
                 continue
-            waiting = self._passage.way_home.waiting
-            page = next((p for p in work.left if p not in waiting and not self._passage.has(p)), None)
+            page = next((page for page in work.left if self._is_to_come(page, work)), None)
             if page is not None:
                 return self._passage.fetch(page, lent=not far, ahead=far)
         state = self._executor.state
@@ -182,7 +176,7 @@ class Handing:
             units = [unit for unit in next_updates(self._executor.program, state) if unit not in at_hand]
             self._later = known, deque(page for unit in units for page in self._passage.pages_of(unit))
         later = self._later[1]
-        while later and self._passage.has(later[0]):
+        while later and (self._passage.has(later[0]) or _is_for(self._cores, later[0])):
             later.popleft()
         if not later or later[0] in self._passage.way_home.waiting:
             return False
@@ -206,11 +200,11 @@ class Handing:
         return False
 
     def _share(self, ready: Sequence[UnitWork]) -> bool:
-        """Give the last page that is not here to the cores. See cores.py, Note [Two hands]."""
-        if self._cores is None or not self._cores.has_room():
+        """Give a page that is not here to the cores. See cores.py, Note [Two hands]."""
+        if self._cores is None or self._cores.hands == "link" or not self._cores.has_room():
             return False
         waiting, stored = self._passage.way_home.waiting, self._passage.way_home.stored
-        for work, page in _last_first(ready):
+        for work, page in _computed(ready, last_first=self._cores.hands == "both"):
             here = page in waiting or self._passage.has(page)
             if here or page in work.not_for_cores or not self._cores.suits(page):
                 continue
@@ -252,19 +246,32 @@ class Handing:
 
     def _is_left(self, ready: Sequence[UnitWork]) -> bool:
         """Whether there are pages to fetch that can be updated."""
-        waiting = self._passage.way_home.waiting
-        return any(page not in waiting and not self._passage.has(page) for work in ready for page in work.left)
+        return any(self._is_to_come(page, work) for work in ready for page in work.left)
+
+    def _is_to_come(self, page: Page, work: UnitWork) -> bool:
+        """Whether it is to be fetched, and is not here yet."""
+        here = page in self._passage.way_home.waiting or self._passage.has(page)
+        return not here and (page in work.not_for_cores or not _is_for(self._cores, page))
+
+
+def _are_busy(cores: Cores | None) -> bool:
+    """Whether the cores have pages. An error of theirs comes out here."""
+    return cores is not None and cores.busy
+
+
+def _is_for(cores: Cores | None, page: Page) -> bool:
+    """Whether the cores update all pages that suit them, and this is one."""
+    return cores is not None and cores.hands == "cores" and cores.suits(page)
 
 
 def _moment() -> None:
     time.sleep(0.001)
 
 
-def _last_first(ready: Sequence[UnitWork]) -> Iterator[tuple[UnitWork, Page]]:
-    """Pages of what is computed, those that are needed last before the others."""
-    for work in reversed(list(itertools.takewhile(lambda work: work.is_computed, ready))):
-        for page in reversed(tuple(work.left)):
-            yield work, page
+def _computed(ready: Sequence[UnitWork], last_first: bool) -> Iterator[tuple[UnitWork, Page]]:
+    """Pages of what is computed, in the order in which they are needed, or the last ones first."""
+    found = [(w, page) for w in itertools.takewhile(lambda w: w.is_computed, ready) for page in w.left]
+    return reversed(found) if last_first else iter(found)
 
 
 def _in_order(works: Sequence[UnitWork]) -> tuple[list[UnitWork], list[UnitWork]]:

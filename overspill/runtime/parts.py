@@ -44,8 +44,8 @@ log = logging.getLogger("overspill")
 
 Tiers = dict[TierName, Tier]
 
-CORES: set[str] = set()
-"""Kinds of devices beside which the host's cores update pages too. See cores.py."""
+CORES = {"cuda"}
+"""Kinds of devices beside which the host's cores can update pages too. See cores.py; a plan says whether they do."""
 PAGED = {"cuda"}
 """Kinds of devices on which updates run ahead of their use. Without a GPU they would take cores from the model."""
 
@@ -207,7 +207,7 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
         loans = grads.rooms.loans if grads.rooms is not None else Loans()
         loans.allow(model.units, placements, program.limits.lent)
         passage, cores = Passage(executor, pages, updates, loans), None
-        if program.limits.cores and isinstance(update, KernelUpdate):
+        if program.limits.hands != "link" and isinstance(update, KernelUpdate):
             from overspill.runtime.cores import Cores
 
             cores = Cores(executor, passage, updates, update)

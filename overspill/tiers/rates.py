@@ -49,6 +49,8 @@ class Rates:
     """Floating-point operations of a bf16 matrix product."""
     update: float | None = None
     """Elements that an AdamW update of overspill passes over, where everything is on the device."""
+    cores: float | None = None
+    """Elements that it passes over where everything is in host memory, by all cores."""
 
 
 def link(device: torch.device) -> dict[str, float]:

@@ -171,7 +171,7 @@ class Hands:
 
     def __init__(self, *refused: tuple[int, int]) -> None:
         self.taken: list[tuple[tuple[int, int], Any]] = []
-        self.refused, self.busy = refused, False
+        self.refused, self.busy, self.hands = refused, False, "both"
 
     def has_room(self) -> bool:
         return True
@@ -221,6 +221,21 @@ def test_the_cores_take_what_is_needed_last_of_what_suits_them() -> None:
     first, last = UnitWork(4, 0, [], [(4, 0), (4, 1)]), UnitWork(5, 1, [], [(5, 0)])
     hands = handing(Pages(), first, last, cores=cores)
     assert hands.do() and hands.do() and [page for page, _ in cores.taken] == [(4, 1), (4, 0)]
+
+
+def test_the_cores_take_all_of_what_suits_them() -> None:
+    """In the order in which it is needed; only the rest is fetched, and nothing is given up for it while they work."""
+    cores, pages = Hands((5, 0)), Pages(free=0)
+    first, last = UnitWork(4, 0, [], [(4, 0), (4, 1)]), UnitWork(5, 1, [], [(5, 0)])
+    fetched: list[tuple[int, int]] = []
+    pages.fetch = lambda page, **_: bool(fetched.append(page))  # type: ignore[method-assign]
+    cores.hands = "cores"
+    hands = handing(pages, first, last, cores=cores)
+    assert hands.do() and hands.do() and [page for page, _ in cores.taken] == [(4, 0), (4, 1)]
+    cores.busy = True
+    assert not hands.do() and set(fetched) == {(5, 0)}
+    wait = hands.waits()
+    assert wait is not None
 
 
 def test_an_error_of_the_cores_ends_the_unit() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from overspill.bench import probing
 from overspill.errors import OptionError, OverspillError
-from overspill.tiers import rates
+from overspill.tiers import known, rates
 from tests.commands import here
 
 
@@ -26,7 +26,8 @@ def test_what_was_measured_is_kept_and_read_again(tmp_path: Path, cache: Path) -
     (entry,) = json.loads(cache.read_text()).values()
     found = entry["rates"]
     assert found["up"] is found["down"] is found["both"] is None, "there is no link without a GPU"
-    assert min(found["dram"], found["matmul"], found["update"]) > 0
+    assert min(found["dram"], found["matmul"], found["update"], found["cores"]) > 0
+    assert known.known_rates() == rates.Rates(**found), "as plans see it"
     assert min(entry["disks"][str(disk)].values()) > 0
     assert entry["machine"]["cores"] >= 1 and not list(disk.iterdir())
     again = here("probe", "--nvme", str(disk))
@@ -38,7 +39,7 @@ def test_what_was_measured_is_kept_and_read_again(tmp_path: Path, cache: Path) -
 def test_a_torn_cache_is_no_cache(cache: Path, text: str) -> None:
     cache.parent.mkdir(parents=True)
     cache.write_text(text)
-    assert probing._cached() == {}
+    assert known.cached() == {}
 
 
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.plan import solver
+from overspill.plan.hands import Chosen
 from overspill.program import Kind
-from overspill.runtime import parts
 from overspill.runtime.kernel_update import KernelUpdate
-from overspill.specs import KiB, MiB
+from overspill.specs import Hands, KiB, MiB
 from overspill.tiers import HostTier, driver, recorded
 from tests.reference import differing, weights
 
@@ -282,14 +282,17 @@ def test_the_budget_holds_over_a_thousand_steps_of_all_lengths() -> None:
     overspill.close(model)
 
 
+@pytest.mark.parametrize("hands", ["both", "cores"])
 @pytest.mark.parametrize("states", ["exact", "bf16", "compact"])
-def test_the_hosts_cores_give_the_same_bits(states: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_hosts_cores_give_the_same_bits(
+    states: str, hands: Hands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """They take pages from the ring's thread, where those live."""
     monkeypatch.setattr(solver, "PAGE", (64 * KiB, 256 * KiB))
     monkeypatch.setattr(solver, "DEPTHS", (2,))
     monkeypatch.setattr(solver, "MOST_SLOTS", 2)
     expected = trained("device", tmp_path, clip=1e-3, states=states)
-    monkeypatch.setattr(parts, "CORES", {"cuda"})
+    monkeypatch.setattr(solver, "choose", lambda speeds, sizes: Chosen(hands, "as told"))
     updated: list[int] = []
     run = KernelUpdate.run_on_host
 
