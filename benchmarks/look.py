@@ -16,7 +16,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,9 +32,17 @@ from overspill.cli.loop import compute_device
 from overspill.plan import solver
 from overspill.plan.hands import Chosen
 from overspill.runtime.cores import Cores
+from overspill.runtime.engine import Engine
+from overspill.runtime.executor import Executor
+from overspill.runtime.gradients import Gradients
 from overspill.runtime.handing import Handing
-from overspill.runtime.lanes import Ticket
+from overspill.runtime.lanes import Lanes, Ticket
+from overspill.runtime.optimizer import SpilledOptimizer
 from overspill.runtime.passage import Passage
+from overspill.runtime.residency import Residency
+from overspill.runtime.rooms import Rooms
+from overspill.runtime.steps import Steps
+from overspill.runtime.watch import ShapeWatch
 
 
 def arguments() -> argparse.Namespace:
@@ -50,24 +58,39 @@ def arguments() -> argparse.Namespace:
     )
     found.add_argument("--layers", action="store_true", help="look at every layer of one forward pass")
     found.add_argument("--pages", action="store_true", help="look at what pages cost who hands them out")
+    found.add_argument("--own", action="store_true", help="look at what the loop's own thread does in the package")
     found.add_argument("--trace", help="write a trace of three steps: what the GPU did")
     found.add_argument("--host", help="write a trace of one step: what the loop and the thread of pages did")
     return found.parse_args()
 
 
-def page_costs(step: Callable[[], Any], steps: int = 3) -> dict[str, Any]:
-    """Calls, seconds, and seconds of the thread itself, per step."""
+PAGES = ((Passage, "fetch"), (Passage, "update"), (Passage, "send_home"), (Cores, "take"), (Handing, "do"))
+LOOP: tuple[tuple[Any, str], ...] = (
+    *((Engine, name) for name in ("begin", "arrived", "_hand_out")),
+    *((SpilledOptimizer, name) for name in ("step", "clip_grad_norm_", "zero_grad")),
+    *((Residency, name) for name in ("enter", "exit", "backward")),
+    *((Lanes, name) for name in ("submit", "compute", "mark")),
+    (Executor, "__call__"),
+    (Rooms, "move_in"),
+    (Gradients, "arrive"),
+    (ShapeWatch, "check"),
+    (Steps, "jobs"),
+    (Ticket, "wait"),
+)
+
+
+def costs(step: Callable[[], Any], calls: Sequence[tuple[Any, str]], steps: int = 3) -> dict[str, Any]:
+    """Calls, seconds, and seconds of the thread itself, per step; each with what it calls."""
     found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     before: list[tuple[Any, str, Any]] = []
-    calls = ((Passage, "fetch"), (Passage, "update"), (Passage, "send_home"), (Cores, "take"), (Handing, "do"))
     for owner, name in calls:
         run = getattr(owner, name)
 
-        def timed(*given: Any, _run: Any = run, _name: str = name, **more: Any) -> Any:
+        def timed(*given: Any, _run: Any = run, _name: str = f"{owner.__name__}.{name}", **more: Any) -> Any:
             wall, own = time.perf_counter(), time.thread_time()
             result = _run(*given, **more)
             found[_name].update(
-                calls=1, done=int(bool(result)), wall=time.perf_counter() - wall, own=time.thread_time() - own
+                calls=1, done=int(result is True), wall=time.perf_counter() - wall, own=time.thread_time() - own
             )
             return result
 
@@ -191,7 +214,9 @@ def main() -> None:
     if asked.cores and pager is not None and pager.cores is not None:
         found["by_cores"] = {key: getattr(pager.cores, key) for key in ("elements", "seconds", "waited")}
     if asked.pages:
-        found["pages"] = page_costs(step)
+        found["pages"] = costs(step, PAGES)
+    if asked.own:
+        found["own"] = costs(step, LOOP)
     if asked.layers:
         found["layers"] = layer_times(step)
     if asked.host:
