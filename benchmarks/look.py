@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import overspill
+from overspill import planning
 from overspill.bench import models, timing, worker
 from overspill.bench.configurations import parse
 from overspill.bench.engines import OURS
@@ -29,7 +30,6 @@ from overspill.bench.jobs import Job, Training
 from overspill.bench.models import Batches
 from overspill.cli import text_model
 from overspill.cli.loop import compute_device
-from overspill.plan import solver
 from overspill.plan.hands import Chosen
 from overspill.runtime.cores import Cores
 from overspill.runtime.engine import Engine
@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
     found.add_argument("--steps", type=int, default=6)
     found.add_argument("--seq", type=int, default=2048)
     found.add_argument("--micro-batch", type=int, default=4)
-    found.add_argument("--cores", choices=["both", "cores"], help="the host's cores update pages too, or all of them")
+    found.add_argument("--cores", choices=["split", "host"], help="the host's cores update pages too, or all of them")
     found.add_argument(
         "--set", action="append", default=[], help="MODULE.NAME=VALUE of the package, as runtime.handing.FAR=32"
     )
@@ -188,7 +188,7 @@ def main() -> None:
     for given in asked.set:
         set_value(given)
     if asked.cores:
-        solver.choose = lambda speeds, sizes: Chosen(asked.cores, "as told") if sizes else Chosen("link", "")
+        planning.choose = lambda speeds, sizes: Chosen(asked.cores, "as told")
     device, ours = compute_device(), parse(asked.ours, {})
     clip = 1.0 if ours.clip is None else ours.clip
     work = {"seq": asked.seq, "micro_batch": asked.micro_batch, "clip": clip}

@@ -18,13 +18,25 @@ from overspill.errors import BudgetError, OptionError, OverspillError, RankError
 from overspill.kernels.cpu import How
 from overspill.kernels.masters import KEPT
 from overspill.kernels.reference import Rule, rule_of
-from overspill.plan.hands import Speeds
+from overspill.plan.hands import STREAMED, Chosen, Speeds, choose, sizes_of
 from overspill.plan.memory import Request
 from overspill.plan.plan import Plan
 from overspill.plan.solver import finish, improve, page_sizes, solve
 from overspill.runtime import parts
 from overspill.runtime.updates import as_text
-from overspill.specs import ROLES, Activations, Budget, Limits, ModelSpec, Placement, Role, Sharding, StateFormat, human
+from overspill.specs import (
+    ROLES,
+    Activations,
+    Budget,
+    Limits,
+    ModelSpec,
+    Placement,
+    Role,
+    Sharding,
+    StateFormat,
+    cores_used,
+    human,
+)
 from overspill.tiers import (
     device_available,
     disk_free,
@@ -185,6 +197,7 @@ def _agreed(
             forms = forms_of(optimizer, chosen, ground.sharding(zero, optimizer))
             laid_out = lay_out(model, forms, page)
             request = _request(laid_out, chosen, (ground, budget, page), forms)
+            request = dataclasses.replace(request, chosen=Chosen(limits.hands, heard[0]["plan"]["why"], kept=True))
             found = laid_out, finish(request, tuple(place), limits)
     if found is None:
         assert refused is not None, "there is a plan or a refusal"
@@ -225,6 +238,7 @@ def _outline(plan: Plan) -> dict[str, Any]:
         "limits": dataclasses.asdict(plan.limits),
         "page": plan.page_bytes,
         "zero": plan.model.sharding.zero,
+        "why": plan.why,
     }
 
 
@@ -264,17 +278,22 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
     ground, budget, page = where
     dtypes, place = _dtypes(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
     cpu, paged = ground.device.type == "cpu", ground.device.type in parts.PAGED
-    cores = ground.device.type in parts.CORES and laid_out.spec.format.fields is not None and How.best() is not None
     request = Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, place)
-    return dataclasses.replace(request, copied_norms=cpu, paged=paged, cores=cores, speeds=_speeds() if cores else None)
+    return dataclasses.replace(request, copied_norms=cpu, paged=paged, chosen=_hands(laid_out.spec, ground))
 
 
-def _speeds() -> Speeds | None:
-    """Of this machine, as far as they were measured."""
-    known = known_rates()
+def _hands(model: ModelSpec, ground: Ground) -> Chosen:
+    """Who is to update states in host memory. The native library has no fp16, and fp32 is the optimizer's own."""
+    how, sizes = How.best(), sizes_of(model)
+    ours = model.format.fields is not None and model.format.master == torch.int16
+    if ground.device.type not in parts.CORES or not ours or how is None or sizes is None:
+        return STREAMED
+    known = known_rates() if ground.machine is None else None
     if known is None or known.both is None or known.dram is None or known.cores is None:
-        return None
-    return Speeds(known.both, known.dram, known.cores)
+        return choose(None, sizes)
+    # Measured with all cores and memory of the machine, of which every rank has a share; see runtime/cores.py.
+    share = cores_used(how.threads) / len(os.sched_getaffinity(0))
+    return choose(Speeds(known.both, known.dram / ground.locals, known.cores * share), sizes)
 
 
 def improved(
@@ -282,7 +301,7 @@ def improved(
 ) -> Plan | None:
     """The plan anew, now that activations are known: with more of these roles on the device, if there is room."""
     (chosen, ground, forms), (activations, roles) = how, seen
-    request = _request(laid_out, chosen, (ground, made.budget, made.page_bytes), forms)
+    request = _again(made, _request(laid_out, chosen, (ground, made.budget, made.page_bytes), forms))
     return improve(dataclasses.replace(request, activations=activations), made, roles)
 
 
@@ -291,7 +310,13 @@ def rearranged(
 ) -> Plan:
     """The plan with other homes, within the same limits."""
     chosen, ground, forms = how
-    return finish(_request(laid_out, chosen, (ground, made.budget, made.page_bytes), forms), placements, made.limits)
+    request = _request(laid_out, chosen, (ground, made.budget, made.page_bytes), forms)
+    return finish(_again(made, request), placements, made.limits)
+
+
+def _again(made: Plan, request: Request) -> Request:
+    """For another plan, by those who were there for the first one."""
+    return dataclasses.replace(request, chosen=Chosen(made.limits.hands, made.why, kept=True))
 
 
 def _alike(one: ModelSpec, other: ModelSpec) -> bool:

@@ -334,6 +334,11 @@ FACTORS_STAGED = 512
 """Bytes for the numbers that the gradient of a part is multiplied with."""
 
 
+def cores_used(threads: int) -> int:
+    """Of so many, who updates pages: the loop, the thread of pages and that of the cores go on meanwhile."""
+    return max(1, threads - 3)
+
+
 def staged_bytes(model: ModelSpec) -> int:
     """What one page's weights, gradients and factors take at most, where the host's cores update it."""
     most, wide = 0, torch.float32.itemsize
@@ -369,13 +374,13 @@ class Activations:
         return max(self.before - grads, self.after, 0)
 
 
-Hands = Literal["link", "both", "cores"]
-"""The GPU, as they pass over the link; the host's cores; or both."""
+Hands = Literal["streamed", "split", "host"]
+"""Who updates states in host memory: the GPU, as they pass over the link; it and the host's cores; the cores alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much the program may hold on the device beyond what lives there."""
+    """How much the program may hold on the device beyond what lives there, and who updates."""
 
     window: int
     """Bytes of weights away from home that may be on the device at once."""
@@ -385,5 +390,5 @@ class Limits:
     """Bytes of gradients that may be on their way home before the next one is sent."""
     lent: int = 0
     """Bytes planned for gradients that pages may have while there are none. See runtime/loans.py."""
-    hands: Hands = "link"
-    """Who updates pages whose states live in host memory. See runtime/cores.py."""
+    hands: Hands = "streamed"
+    """See runtime/cores.py."""

@@ -11,11 +11,11 @@ from torch import nn
 import overspill
 from overspill.bench import timing, updating
 from overspill.kernels import cpu
-from overspill.tiers import rates
+from overspill.tiers import host_available, rates
 
 _LAYERS, _WIDTH, _SMALL_WIDTH = 8, 4096, 256
-_COUNT, _SMALL_COUNT = 1 << 28, 1 << 20
-"""Elements for the cores: of 14 bytes each, more than caches hold."""
+_COUNT, _SMALL_COUNT, _ELEMENT = 1 << 28, 1 << 20, 14
+"""Elements for the cores, more than caches hold; and bytes of one."""
 _ROUNDS = 4
 
 
@@ -26,15 +26,16 @@ def measurements(device: torch.device, nvme: str | None) -> Iterator[tuple[str, 
     yield "host memory", lambda: {"dram": rates.dram(small)}
     yield "update", lambda: {"update": update(device)}
     if cpu.How.best() is not None:
-        yield "update on cores", lambda: {"cores": updated_by_cores(_SMALL_COUNT if small else _COUNT)}
+        yield "update on cores", lambda: {"cores": updated_by_cores(small)}
     if nvme is not None:
         yield "disk", partial(rates.disk, Path(nvme), small)
     # The last one, because some virtual machines announce instructions for it that end the process.
     yield "matrix product", lambda: {"matmul": rates.matmul(device)}
 
 
-def updated_by_cores(count: int) -> float:
+def updated_by_cores(small: bool) -> float:
     """Elements per second, from bf16 gradients to bf16 weights, of exact states."""
+    count = _SMALL_COUNT if small else max(_SMALL_COUNT, min(_COUNT, host_available() // (4 * _ELEMENT)))
     case = updating.Case(engine=updating.OURS, kind=updating.WHOLE, count=count, rounds=_ROUNDS)
     return float(updating.measure(case)["per_second"])
 

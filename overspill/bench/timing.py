@@ -1,10 +1,10 @@
 """How long steps take, without disturbing them.
 
-Note [One window]. The host waits for the device before the first measured step and after the last one, never between:
-an engine that overlaps a step with the next one is seen at its real speed. The step time is the window's length over
-its steps. Events on the compute stream mark where one step ends and the next begins; differences between them show how
-steady it is. An update that a step leaves for the next one to do is timed there: a window holds as many updates as it
-has steps.
+Note [One window]. The host never waits for the device within the window, so an engine that overlaps a step with the
+next one is seen at its real speed. Events on the compute stream mark where one step ends and the next begins;
+differences between them show how steady it is. The window begins at the end of a step that is not counted and ends at
+that of the last one, and the step time is its length over its steps: an update that a step leaves for the next one to
+do is timed there, and a window holds as many updates as it has steps, also of those that run by themselves.
 
 Note [Garbage]. Every few dozen steps Python's garbage collector looks at all objects of the process, which takes 0.3 s
 where Transformers is imported, whoever trains. Whether that falls into the window is chance, so for all engines what
@@ -74,8 +74,8 @@ def window(
     step: Callable[[], Tensor], count: int, device: torch.device, told: Told, warm: tuple[list[float], list[Tensor]]
 ) -> Timed:
     """Steps that are counted, see Note [One window]; `warm` is what `warm_up` returned."""
+    losses = [step()]
     marks = [_mark(device)]
-    losses = []
     begin = time.perf_counter()
     for done in range(1, count + 1):
         losses.append(step())
@@ -83,11 +83,10 @@ def window(
         told("steps", done, count)
     issued = time.perf_counter()
     wait(device)
-    end = time.perf_counter()
     between = [_between(a, b) for a, b in itertools.pairwise(marks)]
     # Losses are read now: reading one would have waited for its step.
     read = [float(loss) for loss in [*warm[1], *losses]]
-    return Timed((end - begin) / count, (issued - begin) / count, between, warm[0], read)
+    return Timed(_between(marks[0], marks[-1]) / count, (issued - begin) / count, between, warm[0], read)
 
 
 def _mark(device: torch.device) -> Any:

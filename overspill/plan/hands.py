@@ -1,15 +1,18 @@
 """Who updates states that live in host memory: the GPU, the host's cores, or both. Chosen by what was measured.
 
-Note [Who updates]. States of `s` bytes for an element, weights of `w` and gradients of `g`:
+Note [Who updates]. For an element with `s` bytes of state, `w` of weight and `g` of gradient:
 
-| by | over the link, down (the fuller way) | of host memory, read and written |
-|---|---|---|
-| the GPU, as pages pass | s | 2 s |
-| the cores, where the states live | w + g | 2 s + 4 w + 2 g |
+| hands | by | over the link, down (the fuller way) | of host memory, read and written |
+|---|---|---|---|
+| streamed | the GPU, as pages pass | s | 2 s |
+| host | the cores, where the states live | w + g | 2 s + 4 w + 2 g |
+| split | both: some pages each | | |
 
 Both share the link and the memory. The cores pay where the link is slow beside them; where it takes most of what the
-memory gives, as on large machines, they are in its way. The GPU does it alone, unless the cores make it a quarter
-faster: what is gained is less than that (docs/log.md).
+memory gives, they are in its way. Computed gains are not always had (docs/log.md), so the GPU does it alone unless the
+cores are to make it a quarter faster.
+
+The rate of the cores is that of exact states; smaller ones are taken to be as fast.
 """
 
 from dataclasses import dataclass
@@ -20,19 +23,18 @@ WORTH = 1.25
 """How many times as fast it must be with the cores."""
 ALONE = 0.95
 """Of what there is to do: from here on the cores do all of it."""
-_STEPS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of a machine, per second."""
+    """Of a machine, as far as one rank has it, per second."""
 
     link: float
     """Bytes over the link, both ways together."""
     memory: float
     """Bytes of host memory, read and written."""
     cores: float
-    """Elements that all cores update, exact ones."""
+    """Elements that the cores update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,40 +48,59 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    hands: Hands
-    why: str
+    hands: Hands = "streamed"
+    why: str = ""
+    kept: bool = False
+    """Whether it is in force, and not to be chosen anew."""
 
 
-def choose(speeds: Speeds | None, sizes: Sizes | None) -> Chosen:
-    """See Note [Who updates]. `sizes`: None where there is nothing that the cores could do."""
-    if sizes is None:
-        return Chosen("link", "")
-    if speeds is None:
-        return Chosen("link", "whether the host's cores could help is not known: overspill probe measures it")
-    link = _together(speeds, sizes, 0.0)
-    best = max((_together(speeds, sizes, speeds.cores * i / _STEPS) for i in range(1, _STEPS + 1)), key=sum)
-    rates = f"{sum(link) / 1e9:.1f} G elements/s over the link, {sum(best) / 1e9:.1f} with the host's cores"
-    if sum(best) < WORTH * sum(link):
-        return Chosen("link", rates)
-    return Chosen("cores" if best[1] >= ALONE * sum(best) else "both", rates)
+STREAMED = Chosen()
+"""Nobody else could."""
 
 
-def _together(speeds: Speeds, sizes: Sizes, cores: float) -> tuple[float, float]:
-    """Elements per second of the GPU and of the cores, if these do so many; nothing, if they cannot."""
-    memory = max(speeds.memory, speeds.link)
-    down = speeds.link / 2 - cores * (sizes.weight + sizes.gradient)
-    left = memory - cores * (2 * sizes.state + 4 * sizes.weight + 2 * sizes.gradient)
-    if min(down, left) < 0:
-        return 0.0, 0.0
-    return min(down / sizes.state, left / (2 * sizes.state)), cores
+def choose(speeds: Speeds | None, sizes: Sizes) -> Chosen:
+    """See Note [Who updates]."""
+    if speeds is None or min(speeds.link, speeds.memory, speeds.cores) <= 0:
+        return Chosen("streamed", "whether the host's cores could help is not known: overspill probe measures it")
+    alone, best = _by_link(speeds, sizes, 0.0), max(_corners(speeds, sizes), key=sum)
+    why = f"{sum(alone) / 1e9:.1f} G elements/s over the link, {sum(best) / 1e9:.1f} with the host's cores"
+    if sum(best) < WORTH * sum(alone):
+        return Chosen("streamed", why)
+    return Chosen("host" if best[1] >= ALONE * sum(best) else "split", why)
 
 
-def sizes_of(model: ModelSpec, placements: tuple[Placement, ...]) -> Sizes | None:
-    """Of what the cores could update: states in host memory, of gradients on the device; None: nothing."""
+def _corners(speeds: Speeds, sizes: Sizes) -> list[tuple[float, float]]:
+    """Where one of the bounds ends and another begins: the most is at one of these."""
+    down, memory = _cores_bytes(sizes)
+    half, room = speeds.link / 2, _memory(speeds)
+    most = min(speeds.cores, half / down, room / memory)
+    # Link and memory are full together here, if anywhere.
+    slope = memory - 2 * down
+    both = (room - 2 * half) / slope if slope > 0 else 0.0
+    return [_by_link(speeds, sizes, cores) for cores in (0.0, min(max(both, 0.0), most), most)]
+
+
+def _by_link(speeds: Speeds, sizes: Sizes, cores: float) -> tuple[float, float]:
+    """Elements per second of the GPU, if the cores do so many; and those."""
+    down, memory = _cores_bytes(sizes)
+    left = min((speeds.link / 2 - cores * down) / sizes.state, (_memory(speeds) - cores * memory) / (2 * sizes.state))
+    return max(left, 0.0), cores
+
+
+def _cores_bytes(sizes: Sizes) -> tuple[float, float]:
+    """Down over the link, and of host memory, for an element that the cores update."""
+    return sizes.weight + sizes.gradient, 2 * sizes.state + 4 * sizes.weight + 2 * sizes.gradient
+
+
+def _memory(speeds: Speeds) -> float:
+    """What passes over the link is read from host memory or written there, so that gives at least as much."""
+    return max(speeds.memory, speeds.link)
+
+
+def sizes_of(model: ModelSpec) -> Sizes | None:
+    """Of all that is updated; None: nothing is."""
     elements = states = weights = gradients = 0
-    for unit, placement in zip(model.units, placements, strict=True):
-        if not could_share(placement):
-            continue
+    for unit in model.units:
         for page in unit.pages:
             states += page.state_bytes
             for part in page.parts:
@@ -87,16 +108,16 @@ def sizes_of(model: ModelSpec, placements: tuple[Placement, ...]) -> Sizes | Non
                 elements += part.numel
                 weights += part.numel * spec.dtype.itemsize
                 gradients += part.numel * spec.grad_item
-    return Sizes(states / elements, weights / elements, gradients / elements) if elements else None
+    return Sizes(states / elements, weights / elements, gradients / elements) if elements and states else None
 
 
-def could_share(placement: Placement) -> bool:
+def is_shareable(placement: Placement) -> bool:
+    """Whether the cores can update a unit that lives there."""
     return placement.state == "host" and placement.grad == "device"
 
 
-def executor(placement: Placement, hands: Hands) -> str:
-    """Who updates a unit."""
+def hands_of(placement: Placement, hands: Hands) -> str:
+    """Who updates a unit: the words of Note [Who updates], or "device", where its states live there."""
     if placement.state == "device":
         return "device"
-    names: dict[Hands, str] = {"link": "streamed", "both": "split", "cores": "host"}
-    return names[hands] if could_share(placement) else "streamed"
+    return hands if is_shareable(placement) else "streamed"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from overspill.plan.hands import Speeds
+from overspill.plan.hands import STREAMED, Chosen
 from overspill.plan.plan import Line
 from overspill.plan.simulate import Simulated, simulate
 from overspill.program import WAITING, Program
@@ -52,10 +52,8 @@ class Request:
     """Whether the norm of a 16-bit gradient takes an fp32 copy of it, as torch does without a GPU."""
     paged: bool = False
     """Whether pages are fetched ahead of the step, as they are on a GPU."""
-    cores: bool = False
-    """Whether the host's cores can update pages too."""
-    speeds: Speeds | None = None
-    """Of the machine; None: not measured."""
+    chosen: Chosen = STREAMED
+    """Who is to update states in host memory, as far as homes allow it."""
     activations: Activations | None = None
     """What they were seen to take, with a margin; None: not known yet."""
 

@@ -5,14 +5,14 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from overspill.plan.hands import executor
+from overspill.plan.hands import hands_of
 from overspill.program import Program
 from overspill.specs import ROLES, TIERS, Budget, Hands, Limits, ModelSpec, Placement, TierName, human
 
 _BY: dict[Hands, str] = {
-    "link": "by the device as they pass",
-    "both": "by the device as they pass, and by the host's cores, until both meet",
-    "cores": "by the host's cores",
+    "streamed": "by the device as they pass",
+    "split": "by the device as they pass, and by the host's cores, until both meet",
+    "host": "by the host's cores",
 }
 
 
@@ -66,7 +66,7 @@ class Plan:
                 "parameters": sum(p.nbytes // p.dtype.itemsize for p in unit.params),
                 "bytes": {role: unit.role_bytes(role) for role in ROLES},
                 "home": {role: placement.of(role) for role in ROLES},
-                "update": executor(placement, self.limits.hands),
+                "update": hands_of(placement, self.limits.hands),
             }
             for unit, placement in zip(self.model.units, self.placements, strict=True)
         ]
@@ -123,4 +123,5 @@ class Plan:
         if self.why:
             notes.append(f"states on host are updated {_BY[self.limits.hands]} ({self.why})")
         moved = ", ".join(f"{lane} {human(n)}" for lane, n in self.moved.items() if n)
-        return [*notes, f"moved per step: {moved or 'nothing'}"]
+        most = "at most " if moved and self.limits.hands == "split" else ""
+        return [*notes, f"moved per step: {most}{moved or 'nothing'}"]

@@ -8,13 +8,15 @@ that is possible; where the other tiers have no room for what does not fit besid
 and never less than the largest unit's weights.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from overspill.errors import BudgetError
-from overspill.plan.hands import choose, sizes_of
+from overspill.plan.hands import STREAMED, Chosen, is_shareable
 from overspill.plan.memory import NVME_BLOCK, Request, bytes_on, device_lines, simulated, taken_bytes
 from overspill.plan.plan import Line, Plan
+from overspill.program import Lane
 from overspill.specs import (
     CORES_STAGED,
     ROLES,
@@ -232,9 +234,8 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
     lines.append(Line("device", "activations", rest if request.activations is not None else min(activations, rest)))
     uses_nvme = any(p.of(role) == "nvme" for p in placements for role in ROLES)
     staging = _staging_bytes(budget.host) if uses_nvme else 0
-    chosen = choose(request.speeds, sizes_of(model, placements) if request.cores else None)
-    cores = _cores(request, placements, staging) if chosen.hands != "link" else 0
-    limits = replace(limits, hands=chosen.hands if cores else "link")
+    chosen, cores = _shared(request, placements, limits, staging)
+    limits = replace(limits, hands=chosen.hands)
     elsewhere: tuple[TierName, ...] = ("host", "nvme")
     for tier in elsewhere:
         lines += [Line(tier, role, bytes_on(model, placements, role, tier)) for role in ROLES]
@@ -243,14 +244,14 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
     lines.append(Line("nvme", "file system", _file_system(lines)))
     if owned + _largest(model) > budget.device:
         raise BudgetError(_too_small(request, owned + _largest(model), placements))
-    moved = simulated(request, placements, limits).moved
+    moved = _moved(request, placements, limits)
     plan = Plan(
         model=model,
         placements=placements,
         limits=limits,
         budget=budget,
         lines=tuple(line for line in lines if line.nbytes),
-        moved={str(lane): n for lane, n in moved.items()},
+        moved=moved,
         dtypes=dict(request.dtypes),
         page_bytes=request.page_bytes,
         staging=staging,
@@ -263,12 +264,30 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
     return plan
 
 
-def _cores(request: Request, placements: tuple[Placement, ...], staging: int) -> int:
-    """What the host's cores take to update pages, in host memory; 0: they do not, or there is no room for it."""
-    from_disk = any("nvme" in (p.state, p.grad) for p in placements)
+def _shared(request: Request, placements: tuple[Placement, ...], limits: Limits, staging: int) -> tuple[Chosen, int]:
+    """Who updates states in host memory, with these homes; and what the host's cores take there for it."""
+    chosen, staged = request.chosen, CORES_STAGED * staged_bytes(request.model)
+    if chosen.hands == "streamed" or chosen.kept:
+        return chosen, staged if chosen.hands != "streamed" else 0
     taken = sum(bytes_on(request.model, placements, role, "host") for role in ROLES) + 2 * staging
-    staged = CORES_STAGED * staged_bytes(request.model)
-    return staged if not from_disk and taken + staged <= request.budget.host else 0
+    # Where homes are ours to choose, gradients move to the device when activations are known.
+    here = any(p.state == "host" if request.place is None else is_shareable(p) for p in placements)
+    if not here or limits.depth == 1 or any("nvme" in (p.state, p.grad) for p in placements):
+        return STREAMED, 0
+    if taken + staged > request.budget.host:
+        return Chosen("streamed", f"{chosen.why}, for which there are no {human(staged)} of host memory"), 0
+    return chosen, staged
+
+
+def _moved(request: Request, placements: tuple[Placement, ...], limits: Limits) -> dict[str, int]:
+    """Bytes per step and lane; where states are updated by both, as if by the device."""
+    moved = Counter(simulated(request, placements, limits).moved)
+    for unit, placement in zip(request.model.units, placements, strict=True):
+        if limits.hands == "host" and is_shareable(placement):
+            weights = sum(p.nbytes for p in unit.params if p.trainable)
+            moved[Lane.UP] += weights - unit.state_bytes
+            moved[Lane.DOWN] += weights + unit.role_bytes("grad") - unit.state_bytes
+    return {str(lane): n for lane, n in moved.items()}
 
 
 def _file_system(lines: list[Line]) -> int:

@@ -1,11 +1,10 @@
 """Pages that are updated where they live, by the host's own cores, while others pass through the ring.
 
 Note [Two hands]: of a page that the cores update, only gradients and weights go down and new weights come up: with
-exact states 6 bytes for each parameter instead of 20. The cores pass over about as many parameters in a second as the
-link does, so both together are faster than either. Pages come up in the order in which they are needed, and the cores,
-which take longer for each of them, take those that are needed last, until both meet; so nobody has to know beforehand
-how fast each of them is. Whether that is faster depends on the machine (plan/hands.py); where the link is very slow,
-the cores take all of them, in their order.
+exact states 6 bytes for each parameter instead of 20. Where the cores are fast beside the link, both together are
+faster than either (plan/hands.py, Note [Who updates]). Pages come up in the order in which they are needed, and the
+cores, which take longer for each of them, take those that are needed last, until both meet; so nobody has to know
+beforehand how fast each of them is. Where the link is very slow, the cores take all of them, in their order.
 
 Weights and gradients go down between the pages that go home; a thread waits for what arrives, lets the cores work
 (which takes the interpreter's lock from nobody), and sends the weights back, between the pages that come up.
@@ -26,12 +25,11 @@ from overspill.program import Kind, Lane, Op
 from overspill.runtime.executor import Executor
 from overspill.runtime.kernel_update import KernelUpdate
 from overspill.runtime.lanes import Ticket
-from overspill.runtime.pages import Pages
 from overspill.runtime.passage import Passage
 from overspill.runtime.ring import Page
 from overspill.runtime.updates import AsKept, OnHost, Share, Updates
 from overspill.runtime.ways import When
-from overspill.specs import CORES_STAGED, FACTORS_STAGED, Hands, align, staged_bytes
+from overspill.specs import CORES_STAGED, FACTORS_STAGED, Hands, align, cores_used, staged_bytes
 from overspill.tiers import HostTier, Slot, node_of, workers
 
 Done = Callable[[When, BaseException | None], None]
@@ -70,8 +68,7 @@ class Cores:
         self._device = executor.lanes.device
         how = cpu.How.best()
         assert how is not None, "there is no native library"
-        # The loop, the thread of pages and this one go on meanwhile.
-        self._how = cpu.How(how.instructions, max(1, how.threads - 3))
+        self._how = cpu.How(how.instructions, cores_used(how.threads))
         self._executor, self._pages, self._updates, self._update = executor, passage.pages, updates, update
         # On the streams of pages: as long as copies are queued there, the GPU does not look at those of others.
         self._ways = passage.ways
@@ -93,7 +90,7 @@ class Cores:
     def busy(self) -> bool:
         if self._error is not None:
             raise RuntimeError("the cores stopped") from self._error
-        return len(self._free) + len(self._leaving) < CORES_STAGED
+        return len(self._free) < CORES_STAGED
 
     @property
     def hands(self) -> Hands:
@@ -112,17 +109,20 @@ class Cores:
 
     def suits(self, page: Page) -> bool:
         """Whether the cores could update it, as far as one can tell by where it is."""
-        home = self._executor.program.placements[page[0]]
-        return home.grad == "device" and _at_home(self._pages, page) is not None
+        placement, home = self._executor.program.placements[page[0]], self._pages.home(*page)
+        filled = home is not None and isinstance(home[0], HostTier) and page in self._pages.filled
+        return filled and placement.grad == "device"
 
     def take(self, page: Page, waits: Sequence[Ticket], stored: When, done: Done) -> bool:
         """Update a page and call `done` when its weights are on their way up; False: it is not for the cores."""
-        shares, states, room = self._updates.shares(*page), _at_home(self._pages, page), self._free[0]
+        shares, home, room = self._updates.shares(*page), self._pages.home(*page), self._free[0]
+        assert home is not None and isinstance(home[0], HostTier), "the page lives in host memory"
         kept = [share.as_kept() for share in shares]
         known = [found for found in kept if found is not None]
         suits = all(self._update.suits_cores(page[0], share.part) for share in shares)
-        if states is None or not shares or not suits or len(known) < len(kept):
+        if not shares or not suits or len(known) < len(kept):
             return False
+        states = home[0].tensor(home[1])
         parts = self._staged(shares, known, self._rooms[room])
         self._free.popleft()
 
@@ -169,9 +169,10 @@ class Cores:
             for event in (task.arrived, task.stored):
                 if event is not None:
                     event.synchronize()
-            self.waited -= begin - (begin := time.perf_counter())
+            arrived = time.perf_counter()
             self._update.run_on_host(task.page, [part.on for part in task.parts], task.states, self._how)
-            self.seconds += time.perf_counter() - begin
+            self.waited += arrived - begin
+            self.seconds += time.perf_counter() - arrived
             self.elements += sum(part.on.weight.numel() for part in task.parts)
             with self._executor.views:
                 up = self._send_up(task)
@@ -192,9 +193,6 @@ class Cores:
         return self._ways.put(Op(Kind.UPDATE, Lane.UP, *task.page, nbytes), up, (), self._tier.by_driver)
 
 
-def _at_home(pages: Pages, page: Page) -> Tensor | None:
-    """A page's own bytes in host memory: uint8; None: they are elsewhere, or there are none yet."""
-    home = pages.home(*page)
-    if home is None or not isinstance(home[0], HostTier) or page not in pages.filled:
-        return None
-    return home[0].tensor(home[1])
+def there_are() -> bool:
+    """Whether the cores can update at all."""
+    return cpu.How.best() is not None

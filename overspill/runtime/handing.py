@@ -130,7 +130,7 @@ class Handing:
             self._passage.slots.give_back()
         if self._passage.look(borrow):
             return True
-        stuck = next((work.unit for work in ready if work.left), None)
+        stuck = next((work.unit for work in ready if any(_is_fetched(self._cores, p, work) for p in work.left)), None)
         if stuck is not None and self._passage.on_the_way() is None and not _are_busy(self._cores):
             # Pages that could go home later have all slots, or are what is waited for; or those that cannot be updated
             # yet have them.
@@ -201,10 +201,10 @@ class Handing:
 
     def _share(self, ready: Sequence[UnitWork]) -> bool:
         """Give a page that is not here to the cores. See cores.py, Note [Two hands]."""
-        if self._cores is None or self._cores.hands == "link" or not self._cores.has_room():
+        if self._cores is None or self._cores.hands == "streamed" or not self._cores.has_room():
             return False
         waiting, stored = self._passage.way_home.waiting, self._passage.way_home.stored
-        for work, page in _computed(ready, last_first=self._cores.hands == "both"):
+        for work, page in _computed(ready, last_first=self._cores.hands == "split"):
             here = page in waiting or self._passage.has(page)
             if here or page in work.not_for_cores or not self._cores.suits(page):
                 continue
@@ -251,7 +251,7 @@ class Handing:
     def _is_to_come(self, page: Page, work: UnitWork) -> bool:
         """Whether it is to be fetched, and is not here yet."""
         here = page in self._passage.way_home.waiting or self._passage.has(page)
-        return not here and (page in work.not_for_cores or not _is_for(self._cores, page))
+        return not here and _is_fetched(self._cores, page, work)
 
 
 def _are_busy(cores: Cores | None) -> bool:
@@ -259,9 +259,14 @@ def _are_busy(cores: Cores | None) -> bool:
     return cores is not None and cores.busy
 
 
+def _is_fetched(cores: Cores | None, page: Page, work: UnitWork) -> bool:
+    """Whether it comes through the ring, if the cores do not take it before."""
+    return page in work.not_for_cores or not _is_for(cores, page)
+
+
 def _is_for(cores: Cores | None, page: Page) -> bool:
     """Whether the cores update all pages that suit them, and this is one."""
-    return cores is not None and cores.hands == "cores" and cores.suits(page)
+    return cores is not None and cores.hands == "host" and cores.suits(page)
 
 
 def _moment() -> None:

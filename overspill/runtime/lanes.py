@@ -102,10 +102,9 @@ class Lanes:
             self._delay(op.kind)
             work()
 
-    @property
-    def watched(self) -> bool:
-        """Whether somebody records, or delays, what runs."""
-        return self._recorder.on or bool(self.delays)
+    def watches(self, kind: Kind) -> bool:
+        """Whether somebody records what runs, or delays what is of this kind."""
+        return self._recorder.on or kind in self.delays
 
     def mark(self) -> Ticket | None:
         """A ticket for all that the caller's stream has been given so far."""

@@ -207,10 +207,13 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
         loans = grads.rooms.loans if grads.rooms is not None else Loans()
         loans.allow(model.units, placements, program.limits.lent)
         passage, cores = Passage(executor, pages, updates, loans), None
-        if program.limits.hands != "link" and isinstance(update, KernelUpdate):
-            from overspill.runtime.cores import Cores
+        if program.limits.hands != "streamed" and isinstance(update, KernelUpdate):
+            from overspill.runtime.cores import Cores, there_are
 
-            cores = Cores(executor, passage, updates, update)
+            if there_are():
+                cores = Cores(executor, passage, updates, update)
+            else:
+                log.warning("the plan is for the host's cores, and there is no native library: the GPU updates alone")
         executor.pager = Pager(executor, passage, materials.device, cores)
     return Made(units, executor, weights, grads, pages, masters, update, updates, recorder, ranks, collector)
 

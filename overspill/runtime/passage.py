@@ -151,9 +151,8 @@ class Passage:
         return self.way_home.look() or len(self.coming) < before or borrowed
 
     def on_the_way(self) -> Work | None:
-        """What waits for the first that is on its way; None: nothing is. Slots on their way home are taken before they
-        are free where nothing is lent, those that will be free first before the others, so there what comes is over
-        first."""
+        """What waits for the first that is on its way; None: nothing is. Where nothing is lent, pages are fetched into
+        slots that are not free yet, and those are not listed as on their way home any more: what comes is first."""
         events = [self.coming[0]] if self.coming else []
         if len(self.way_home):
             events.insert(0 if self.loans.allowed else 1, self.way_home.first())

@@ -40,7 +40,7 @@ class Ways:
             self._lanes.timed(op.lane, op, work)
             return None
         stream = self._streams[op.lane]
-        if copies and not self._lanes.watched:
+        if copies and not self._lanes.watches(op.kind):
             return in_one_go(stream, waits, work)
         for event in waits:
             if event is not None:

@@ -241,7 +241,7 @@ def in_one_go(stream: torch.cuda.Stream, waits: Sequence[Event | None], work: Ca
     finally:
         _collected.calls = None
     calls += (_RECORD, mark._handle, 0, 0)
-    _run("copy", stream.device, driver.play, calls, stream.cuda_stream)
+    _run("put a copy behind events", stream.device, driver.play, calls, stream.cuda_stream)
     return mark
 
 

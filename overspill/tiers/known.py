@@ -32,15 +32,22 @@ def cached() -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     entries = found.items() if isinstance(found, dict) else ()
-    return {key: entry for key, entry in entries if isinstance(entry, dict) and entry.keys() >= _ENTRY}
+    return {key: entry for key, entry in entries if _is_whole(entry)}
+
+
+def _is_whole(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not entry.keys() >= _ENTRY:
+        return False
+    return isinstance(entry["rates"], dict) and isinstance(entry["disks"], dict)
 
 
 def rates_of(found: Mapping[str, float | None]) -> Rates:
-    """What another version measured beside them is left out."""
-    return Rates(**{name: value for name, value in found.items() if name in Rates.__dataclass_fields__})
+    """What another version measured beside them is left out, and what is no number."""
+    known = {name: found.get(name) for name in Rates.__dataclass_fields__}
+    return Rates(**{name: value for name, value in known.items() if isinstance(value, int | float)})
 
 
 def known_rates() -> Rates | None:
     """Of this machine; None: nobody measured them."""
     entry = cached().get(machine_key())
-    return None if entry is None or not isinstance(entry["rates"], dict) else rates_of(entry["rates"])
+    return None if entry is None else rates_of(entry["rates"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from overspill.runtime.handing import Handing, UnitWork, _in_order
+from overspill.runtime.handing import Handing, UnitWork, _in_order, _moment
 from overspill.runtime.loans import Loans
 from overspill.runtime.passage import WayHome
 from overspill.runtime.slots import Slots
@@ -171,7 +171,7 @@ class Hands:
 
     def __init__(self, *refused: tuple[int, int]) -> None:
         self.taken: list[tuple[tuple[int, int], Any]] = []
-        self.refused, self.busy, self.hands = refused, False, "both"
+        self.refused, self.busy, self.hands = refused, False, "split"
 
     def has_room(self) -> bool:
         return True
@@ -229,13 +229,25 @@ def test_the_cores_take_all_of_what_suits_them() -> None:
     first, last = UnitWork(4, 0, [], [(4, 0), (4, 1)]), UnitWork(5, 1, [], [(5, 0)])
     fetched: list[tuple[int, int]] = []
     pages.fetch = lambda page, **_: bool(fetched.append(page))  # type: ignore[method-assign]
-    cores.hands = "cores"
+    cores.hands = "host"
     hands = handing(pages, first, last, cores=cores)
     assert hands.do() and hands.do() and [page for page, _ in cores.taken] == [(4, 0), (4, 1)]
     cores.busy = True
     assert not hands.do() and set(fetched) == {(5, 0)}
+    assert hands.waits() is _moment, "they are looked at again soon"
+
+
+def test_what_the_cores_will_take_is_waited_for() -> None:
+    """It is issued and not computed yet, and comes through no slot: nobody turns round meanwhile, or gives slots up."""
+    cores, computed = Hands(), Moment(issued=True)
+    cores.hands = "host"
+    work = UnitWork(4, 0, [computed], [(4, 0)])  # type: ignore[list-item]
+    hands = handing(Pages(free=0), work, cores=cores)
+    assert not hands.do() and not cores.taken
     wait = hands.waits()
     assert wait is not None
+    wait()
+    assert computed.waited == ["finish"]
 
 
 def test_an_error_of_the_cores_ends_the_unit() -> None:

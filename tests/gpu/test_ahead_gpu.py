@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import overspill
+from overspill import planning
 from overspill.plan import solver
 from overspill.plan.hands import Chosen
 from overspill.program import Kind
@@ -282,7 +283,7 @@ def test_the_budget_holds_over_a_thousand_steps_of_all_lengths() -> None:
     overspill.close(model)
 
 
-@pytest.mark.parametrize("hands", ["both", "cores"])
+@pytest.mark.parametrize("hands", ["split", "host"])
 @pytest.mark.parametrize("states", ["exact", "bf16", "compact"])
 def test_the_hosts_cores_give_the_same_bits(
     states: str, hands: Hands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -292,7 +293,7 @@ def test_the_hosts_cores_give_the_same_bits(
     monkeypatch.setattr(solver, "DEPTHS", (2,))
     monkeypatch.setattr(solver, "MOST_SLOTS", 2)
     expected = trained("device", tmp_path, clip=1e-3, states=states)
-    monkeypatch.setattr(solver, "choose", lambda speeds, sizes: Chosen(hands, "as told"))
+    monkeypatch.setattr(planning, "choose", lambda speeds, sizes: Chosen(hands, "as told"))
     updated: list[int] = []
     run = KernelUpdate.run_on_host
 
