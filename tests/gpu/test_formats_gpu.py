@@ -8,7 +8,7 @@ import torch
 
 import overspill
 from overspill.kernels import codecs
-from overspill.kernels.elements import Elements
+from overspill.kernels.elements import Addresses, Elements
 from tests import small
 from tests.cpu.test_native import KINDS, RULES, _same, elements, expected, expected_in, packed, part
 from tests.cpu.test_native import differing as unlike
@@ -50,6 +50,44 @@ def test_the_bits_of_the_reference(rule: str, format: str, kinds: tuple[torch.dt
         for step in (1, 7):
             known = expected(rule, on, step) if format == "exact" else expected_in(rule, on, step, NUMBER)
             assert unlike(on_gpu(rule, on, step), known, rule) == [], (count, step)
+
+
+def addresses(on: Elements) -> Addresses:
+    return Addresses(
+        on.weight.data_ptr(),
+        None if on.kept is None else on.kept.data_ptr(),
+        on.gradient.data_ptr(),
+        tuple(f.data_ptr() for f in on.factors),
+        tuple(a.data_ptr() for a in on.arrays),
+        on.weight.numel(),
+        (on.weight.dtype, None if on.kept is None else on.kept.dtype, on.gradient.dtype),
+        on.format,
+        on.first,
+        on.key,
+    )
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=["fp32", "bf16 with fp32 gradients", "bf16"])
+@pytest.mark.parametrize("format", ["exact", "bf16", "compact"])
+@pytest.mark.parametrize("rule", RULES)
+def test_by_addresses_alone(rule: str, format: str, kinds: tuple[torch.dtype, torch.dtype]) -> None:
+    """Where such a kernel was launched before, and everything is at a multiple of 16: the same bits."""
+    from overspill.kernels import gpu
+
+    name, _, hypers = RULES[rule]
+    for count, step in ((20000, 1), (20000, 7), (20011, 7)):
+        on = elements(rule, count, kinds)
+        on = on if format == "exact" else packed(rule, on, format)
+        known = on_gpu(rule, on, step)
+        there = moved(replace(on, key=codecs.key_of(NUMBER, step)), "cuda")
+        assert gpu.QUICK[name](addresses(there), hypers, step) == (count % 16 == 0)
+        torch.cuda.synchronize()
+        if count % 16 == 0:
+            assert unlike(moved(there, "cpu"), known, rule) == []
+    at = addresses(there)._replace(numel=20000)
+    assert not gpu.QUICK[name](at._replace(gradient=at.gradient + there.gradient.itemsize), hypers, step), (
+        "an odd place"
+    )
 
 
 def test_every_length_at_odd_places() -> None:
