@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from overspill.errors import StateError
 from overspill.program import Begin, Mark, Settle, Step
@@ -58,6 +58,8 @@ class Engine:
         self._watch = ShapeWatch(model)
         ranks = parts.made.ranks
         self.rounds = Rounds(self.units, parts, self.residency) if ranks is not None else None
+        self._is_plain = ranks is None and parts.scale is None
+        """Whether a gradient that autograd made counts as it is."""
         self._buffers = SharedBuffers(model, ranks, parts.executor) if ranks is not None else None
         # Weakly, because a parameter's hooks lie where Python's garbage collector does not look for cycles.
         listeners = hooks.Listeners(weakref.proxy(self), self.residency, self.residency.copies)
@@ -113,6 +115,11 @@ class Engine:
             self.parts.made.recorder.mark(f"backward of {self.units[unit].spec.name}")
         p = self.units[unit].params[param]
         gradient, own = p.grad, self.residency.own_grads.get((unit, param))
+        if self._is_plain and own is None and type(gradient) is Tensor and not gradient.requires_grad:
+            # As nearly always.
+            self._hand_out(p, self.parts.made.grads.arrive(unit, param, gradient))
+            self.early.arrived(unit, param)
+            return
         handed = gradient is not None and isinstance(local_of(gradient), GradHandle)
         if handed and self.rounds is not None:
             self.rounds.arrived(unit, param)

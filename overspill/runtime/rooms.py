@@ -8,6 +8,7 @@ every step. In pieces as large as units, what is free stays in large pieces.
 
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,42 +38,56 @@ class _Room:
         return self._as[dtype]
 
 
+class _Place(NamedTuple):
+    """Of a parameter's gradient in its unit's piece."""
+
+    begin: int
+    """The first element."""
+    shape: Sequence[int]
+    stride: Sequence[int]
+    dtype: torch.dtype | None
+    """Of which it must be; None: what was planned for it is wider than autograd makes it."""
+
+
 class Rooms:
     """Gradients move in as they come."""
 
     def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
         self._device = device
         self.loans = Loans()
-        self._offsets: list[list[int]] = []
+        self._places: list[list[_Place]] = []
+        self._sizes: list[int] = []
         for unit in units:
-            ends = [0]
+            places, end = [], 0
             for p in unit.spec.params:
-                ends.append(ends[-1] + (p.grad_bytes if p.trainable else 0))
-            self._offsets.append(ends)
+                narrow = align(p.numel * p.dtype.itemsize) == p.grad_bytes
+                places.append(_Place(end // p.dtype.itemsize, p.shape, p.stride, p.dtype if narrow else None))
+                end += p.grad_bytes if p.trainable else 0
+            self._places.append(places)
+            self._sizes.append(end)
         self._rooms: dict[int, weakref.ref[_Room]] = {}
         """The last one of each unit, as long as it has gradients in it."""
 
     def move_in(self, generation: Generation) -> bool:
         """A gradient that lives on the device, if it is as wide as planned."""
-        spec, value, unit = generation.spec, generation.value, generation.unit
+        value, unit, place = generation.value, generation.unit, self._places[generation.unit][generation.param]
         if value is None or value.device != self._device or self._device.type not in PIECES:
             return False
-        if align(value.nbytes) != spec.grad_bytes or value.dtype != spec.dtype:
+        if place.dtype is None or value.dtype != place.dtype:
             self.loans.end("a gradient is of another width than planned, and not counted")
             return False
-        found = self._rooms[unit]() if unit in self._rooms else None
-        room = found if found is not None and generation.param not in found.taken else self._new(unit)
+        last = self._rooms[unit]() if unit in self._rooms else None
+        room = last if last is not None and generation.param not in last.taken else self._new(unit)
         room.taken.add(generation.param)
-        begin = self._offsets[unit][generation.param] // spec.dtype.itemsize
-        array = room.of(spec.dtype)
-        generation.value = array.as_strided(spec.shape, spec.stride, begin).copy_(value)
+        array = room.of(place.dtype)
+        found = array.as_strided(place.shape, place.stride, place.begin).copy_(value)
         # The room is kept as long as one of its gradients is.
-        setattr(generation.value, ROOM, room)
-        setattr(generation.value, FLAT, (array, begin))
+        found.__dict__.update({ROOM: room, FLAT: (array, place.begin)})
+        generation.value = found
         return True
 
     def _new(self, unit: int) -> _Room:
         self.loans.stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        room = _Room(self._offsets[unit][-1], self._device, self.loans)
+        room = _Room(self._sizes[unit], self._device, self.loans)
         self._rooms[unit] = weakref.ref(room)
         return room
