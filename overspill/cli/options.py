@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from overspill.cli.settings import DEMO, OPTIMIZERS, PRECISIONS, SCHEDULES, BuiltIn, FineTune
+from overspill.cli.settings import DEMO, OPTIMIZERS, PRECISIONS, SCHEDULES, STATES, UPDATES, BuiltIn, FineTune
 
 WHAT, DATA, TRAINING, MEMORY, RUN = "What is trained", "Data, with --model", "Training", "Memory", "The run"
 
@@ -64,6 +64,11 @@ Clip = Annotated[float | None, described(TRAINING, "Norm to clip gradients to; 0
 Seed = Annotated[int | None, described(TRAINING, "For weights and data.", _B.seed)]
 Precision = Annotated[str | None, described(TRAINING, f"One of {', '.join(PRECISIONS)}.", _both("precision"))]
 PlannedPrecision = Annotated[str | None, described(TRAINING, f"One of {', '.join(PRECISIONS)}.", _F.precision)]
+States = Annotated[
+    str | None,
+    described(TRAINING, f"How optimizer states are kept: {', '.join(STATES)}; 10, 6, 3 bytes.", _F.states),
+]
+Update = Annotated[str | None, described(TRAINING, f"When updates run: {', '.join(UPDATES)}.", UPDATES[0])]
 Deterministic = Annotated[
     bool | None,
     described(TRAINING, "On a GPU: the same bits each time.", "no", "--deterministic/--no-deterministic"),

@@ -11,7 +11,7 @@ from overspill.cli import options as o
 from overspill.cli import sizes, text_model
 from overspill.cli.app import app, need
 from overspill.cli.loop import build_optimizer
-from overspill.cli.settings import OPTIMIZERS, PRECISIONS, STAGES, budget, option, stage
+from overspill.cli.settings import OPTIMIZERS, PRECISIONS, STAGES, STATES, UPDATES, budget, option, stage
 from overspill.config import parse_size
 from overspill.errors import OptionError
 
@@ -25,6 +25,8 @@ DEFAULTS = {
     "gpu": "auto",
     "host": "auto",
     "zero": "auto",
+    "states": "exact",
+    "update": "lazy",
 }
 SOMEWHERE = "nvme"
 """The folder of another machine's disk; only its size counts."""
@@ -53,6 +55,8 @@ def plan(
     optimizer: o.Optimizer = None,
     micro_batches: o.MicroBatches = None,
     precision: o.PlannedPrecision = None,
+    states: o.States = None,
+    update: o.Update = None,
     gpu: o.Gpu = None,
     host: o.Host = None,
     nvme: o.Nvme = None,
@@ -65,7 +69,7 @@ def plan(
 ) -> None:
     """Show which part of a model would live where, and the peak of every tier, without allocating anything."""
     given = {"optimizer": optimizer, "micro_batches": micro_batches, "precision": precision, "zero": zero}
-    given |= {"gpu": gpu, "host": host}
+    given |= {"gpu": gpu, "host": host, "states": states, "update": update}
     said: dict[str, Any] = {**DEFAULTS, **{name: value for name, value in given.items() if value is not None}}
     _check_choices(said)
     said["zero"] = stage(said["zero"])
@@ -85,7 +89,8 @@ def plan(
 
 
 def _check_choices(said: dict[str, Any]) -> None:
-    for name, known in (("optimizer", OPTIMIZERS), ("precision", PRECISIONS), ("zero", STAGES)):
+    choices = {"optimizer": OPTIMIZERS, "precision": PRECISIONS, "zero": STAGES, "states": STATES, "update": UPDATES}
+    for name, known in choices.items():
         if said[name] not in known:
             raise OptionError(f"expected {option(name)} to be one of {', '.join(known)}, found {said[name]!r}")
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from overspill.config import CHOICES
 from overspill.errors import OptionError
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "adagrad")
 SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("bf16", "fp16", "fp32")
 STAGES = ("auto", "0", "1", "2", "3")
+STATES, UPDATES = CHOICES["states"], CHOICES["update"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +129,8 @@ class FineTune(Settings):
     warmup: int = 10
     weight_decay: float = 0.0
     precision: str = "bf16"
+    states: str = "exact"
+    """How optimizer states are kept."""
     save_every: int = 0
     """0: when training ends or is interrupted."""
     keep: int = 2
@@ -141,6 +145,12 @@ class FineTune(Settings):
         for name in ("keep", "validation_batches"):
             self._check(name, getattr(self, name) >= 1, "from 1")
         self._check("validation", 0 <= self.validation < 1, "from 0 and below 1, as a share of the samples")
+        self._check("states", self.states in STATES, f"to be one of {', '.join(STATES)}")
+        masters = self.precision != "fp32" or self.states == "exact"
+        self._check("states", masters, "to be exact with --precision fp32, whose updates are the optimizer's own")
+
+    def prepared_by(self) -> dict[str, Any]:
+        return {**Settings.prepared_by(self), "states": self.states}
 
 
 FREE = frozenset({"model", "data", "validation_data", "export", "gpu", "host", "nvme", "recompute", "steps", "epochs"})

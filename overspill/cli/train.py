@@ -48,6 +48,7 @@ def train(
     clip: o.Clip = None,
     seed: o.Seed = None,
     precision: o.Precision = None,
+    states: o.States = None,
     deterministic: o.Deterministic = None,
     gpu: o.Gpu = None,
     host: o.Host = None,

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,9 @@ def test_what_does_not_fit_is_refused_with_exit_code_2(
         (["--params", "13B", "--machine-gpu", "80GiB"], "--machine-gpu and --machine-host together"),
         (["--params", "13B", "--nvme", ".", "--machine-nvme", "1TB"], "--nvme or --machine-nvme, found both"),
         (["--params", "13B", "--precision", "int4"], "--precision to be one of bf16, fp16, fp32"),
+        (["--params", "13B", "--states", "int4"], "--states to be one of exact, bf16, compact, found 'int4'"),
+        (["--params", "13B", "--update", "soon"], "--update to be one of lazy, eager, delayed, found 'soon'"),
+        (["--params", "13B", "--states", "compact", "--precision", "fp32"], "states='exact' where the optimizer's own"),
         (["--model", "missing"], "a folder with a config.json"),
         (["--model", "missing", "--layers", "2"], "--layers with --params only"),
     ],
@@ -79,6 +83,24 @@ def test_what_does_not_fit_is_refused_with_exit_code_2(
 def test_bad_options_are_refused(options: list[str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         here("plan", *options)
+
+
+def test_states_and_updates_are_planned_as_they_are_asked_for() -> None:
+    machine = ["--machine-gpu", "80GiB", "--machine-host", "512GiB"]
+
+    def planned(*options: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(here("plan", "--params", "350M", *machine, *options, "--json"))
+        return found
+
+    def states(body: dict[str, Any]) -> float:
+        return float(sum(unit["bytes"]["state"] for unit in body["units"]) / body["parameters"])
+
+    assert states(planned()) == pytest.approx(10, rel=0.01)
+    small = planned("--states", "compact")
+    # The embedding and the head stay exact.
+    assert 3 < states(small) < 7 and small["dtypes"] != planned()["dtypes"]
+    kept = [sum(unit["bytes"]["grad"] for unit in planned("--update", how)["units"]) for how in ("lazy", "delayed")]
+    assert kept[1] == 2 * kept[0], "delayed updates keep the gradients of two steps"
 
 
 def test_ranks_divide_what_the_stage_says() -> None:

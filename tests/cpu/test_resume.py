@@ -127,6 +127,22 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_with_every_schedule(
     assert Checkpoints(tmp_path / "runs" / "a" / "checkpoints").steps() == [8, 9]
 
 
+def test_small_states_continue_to_the_same_bits(given: Path, tmp_path: Path) -> None:
+    run, other, exact = tmp_path / "run", tmp_path / "other", tmp_path / "exact"
+    long = ["--steps", "6", "--save-every", "3"]
+    here("train", *options(given, other), *long, "--states", "compact")
+    shutil.copytree(other, run)
+    for path in ("checkpoints/step-000006", "model"):
+        shutil.rmtree(run / path)
+    with pytest.raises(OptionError, match="expected --states compact, as the run that is resumed began with"):
+        resumed(run, "--states", "exact")
+    assert "after step 3 of 6" in resumed(run)
+    check_same(run, other)
+    here("train", *options(given, exact), *long)
+    ours, plain = weights_of(run), weights_of(exact)
+    assert any(not torch.equal(ours[name], plain[name]) for name in plain), "they are not kept exactly"
+
+
 def test_a_run_is_not_resumed_as_another_one(given: Path, tmp_path: Path, command: list[str]) -> None:
     run = tmp_path / "run"
     here("train", *options(given, run), "--steps", "3")
