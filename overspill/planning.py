@@ -112,8 +112,18 @@ def forms_of(optimizer: torch.optim.Optimizer, chosen: Options, sharding: Shardi
             f"expected states='exact' where the optimizer's own step runs, found {chosen.states!r}; other formats are "
             "for torch's Adam, AdamW, SGD and Adagrad, with precision='bf16' or 'fp16' and kernels='auto'"
         )
-    grads = 2 if chosen.update == "delayed" else 1
+    grads = 2 if chosen.update == "delayed" else 0 if rule is not None and _consumes(chosen) else 1
     return Forms(dtype, wide, format, StateProbe(optimizer).bytes_of, sharding, chosen.states, grads, said)
+
+
+def _consumes(chosen: Options) -> bool:
+    """Whether gradients are let go in the backward pass: where that makes their updates due, and no other adds to them
+    before, unless they are told to live elsewhere."""
+    if chosen.update != "eager" or chosen.micro_batches > 1:
+        return False
+    if isinstance(chosen.place, Plan):
+        return not any(p.grads for unit in chosen.place.model.units for p in unit.params)
+    return chosen.place is None or chosen.place["grad"] == "device"
 
 
 def _format(name: Any) -> str:

@@ -199,7 +199,7 @@ class ParamSpec:
     states: str = "exact"
     """The format of what is kept for it."""
     grads: int = 1
-    """Gradients that there is room for: two, where one is kept while the next is made."""
+    """Gradients that there is room for: two, where one is kept beside the next; none, where they are not kept."""
 
     @property
     def numel(self) -> int:
@@ -275,6 +275,11 @@ class UnitSpec:
         return sum(p.grad_bytes * p.grads for p in self.params)
 
     @property
+    def made_bytes(self) -> int:
+        """Of all its gradients, as a backward pass makes them."""
+        return sum(p.grad_bytes for p in self.params if p.trainable)
+
+    @property
     def state_bytes(self) -> int:
         return sum(page.state_bytes for page in self.pages)
 
@@ -328,8 +333,6 @@ def ring_slot_bytes(model: ModelSpec, placements: Sequence[Placement], wide: boo
 
 CORES_STAGED = 6
 """Pages that may be with the host's cores: one that is updated, others on their way down or up."""
-
-
 FACTORS_STAGED = 512
 """Bytes for the numbers that the gradient of a part is multiplied with."""
 
@@ -392,3 +395,5 @@ class Limits:
     """Bytes planned for gradients that pages may have while there are none. See runtime/loans.py."""
     hands: Hands = "streamed"
     """See runtime/cores.py."""
+    consumed: int = 0
+    """Bytes of gradients whose updates have begun, before the oldest are let go; 0: they are kept."""

@@ -84,6 +84,7 @@ def device_lines(request: Request, placements: tuple[Placement, ...], limits: Li
     if request.copied_norms and model.format.master is not None:
         gradients += max((p.numel * torch.float32.itemsize for p in params), default=0)
     lines = [Line("device", role, bytes_on(model, placements, role, "device")) for role in ROLES]
+    lines.append(Line("device", "gradients before their update", limits.consumed + _most_made(model, limits)))
     lines.append(Line("device", "buffers", model.buffer_bytes))
     lines.append(Line("device", "weights passing", passing.window))
     slots = min(limits.depth, sum(len(u.pages) for u in model.units))
@@ -94,6 +95,11 @@ def device_lines(request: Request, placements: tuple[Placement, ...], limits: Li
     lines.append(Line("device", "updates or gradients passing" if shared else "gradients passing", both))
     lines.append(Line("device", "collectives", _collectives(model)))
     return lines
+
+
+def _most_made(model: ModelSpec, limits: Limits) -> int:
+    """Of the unit whose gradients are being made, where they are not kept."""
+    return max((unit.made_bytes for unit in model.units), default=0) if limits.consumed else 0
 
 
 def _arriving(p: ParamSpec) -> int:

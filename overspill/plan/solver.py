@@ -50,6 +50,8 @@ PAGE = (64 * KiB, 128 * MiB)
 DEPTHS = (4, 3, 2)
 """Slots of the ring: one that comes, one that is updated, one that goes, and one for whoever hands the next one out too
 late."""
+CONSUMED = 3
+"""Units whose gradients may wait for their updates, where they are let go in the backward pass."""
 LEAN = Placement("host", "host", "host")
 
 
@@ -66,7 +68,7 @@ def solve(request: Request) -> Plan:
     """The plan, or a BudgetError that says what would work."""
     if request.place:
         return _finish(request, tuple(Placement(**request.place) for _ in request.model.units))
-    needed = _needed(request, (LEAN,) * len(request.model.units), _least)
+    needed = _needed(request, _lean(request.model), _least)
     if needed + _largest(request.model) > request.budget.device:
         raise BudgetError(_too_small(request, needed + _largest(request.model)))
     for kept in _kept(request, needed):
@@ -101,6 +103,12 @@ def _activations(request: Request, needed: int, grads: int = 0) -> int:
 # --- homes
 
 
+def _lean(model: ModelSpec) -> tuple[Placement, ...]:
+    """All that can be spilled is."""
+    lean = replace(LEAN, grad="device") if _consumed(model, 1) else LEAN
+    return (lean,) * len(model.units)
+
+
 def _fill(request: Request, room: int, host: int) -> tuple[Placement, ...] | None:
     """Spend the device's room in the order of what a byte saves, then the host's, then nvme's; None if it is full."""
     model, nvme = request.model, request.budget.nvme
@@ -129,7 +137,7 @@ def _least(request: Request, placements: tuple[Placement, ...]) -> Limits:
     away = _away(request.model, placements)
     window = max((sum(away[i] for i in units) for units in request.model.together), default=0)
     flight = max((p.grad_bytes for u in request.model.units for p in u.params), default=0)
-    return Limits(window=window, depth=1, flight=flight)
+    return Limits(window=window, depth=1, flight=flight, consumed=_consumed(request.model, 1))
 
 
 def _ahead(request: Request, placements: tuple[Placement, ...]) -> Limits:
@@ -138,7 +146,15 @@ def _ahead(request: Request, placements: tuple[Placement, ...]) -> Limits:
     pages = [page.state_bytes + page.grad_bytes for u in request.model.units for page in u.pages]
     depth = next((d for d in DEPTHS if (d - 1) * max(pages, default=0) <= share), 1)
     unit = max(_away(request.model, placements), default=0)
-    return replace(least, depth=depth, window=least.window + (unit if unit <= share else 0))
+    more = _consumed(request.model, CONSUMED)
+    consumed = more if more <= share else least.consumed
+    return replace(least, depth=depth, window=least.window + (unit if unit <= share else 0), consumed=consumed)
+
+
+def _consumed(model: ModelSpec, units: int) -> int:
+    """Bytes of gradients of so many units, where they are not kept until the step."""
+    kept = any(p.grads for u in model.units for p in u.params if p.trainable)
+    return 0 if kept else units * max((u.made_bytes for u in model.units), default=0)
 
 
 def _away(model: ModelSpec, placements: tuple[Placement, ...]) -> list[int]:
@@ -307,7 +323,7 @@ def _tier_too_small(plan: Plan, tier: TierName, limit: int) -> str:
 
 def _too_small(request: Request, smallest: int, placements: tuple[Placement, ...] = ()) -> str:
     model = request.model
-    homes = placements or (LEAN,) * len(model.units)
+    homes = placements or _lean(model)
     lines = device_lines(request, homes, _least(request, homes))
     parts = ", ".join(f"{line.what} {human(line.nbytes)}" for line in lines if line.nbytes)
     largest = max(model.units, key=lambda u: u.weight_bytes)

@@ -27,6 +27,10 @@ out to him when they are due, also those of states that live on the device, with
 updated next (`next_updates`) is fetched into the slots that are free. Which page is next is decided there: an event of
 the program for every page took too long.
 
+Note [Consumed gradients]: where updates begin in the backward pass, and there is room for the gradients of a few units
+only, the compute lane comes behind the oldest updates before more gradients are made, and their gradients are let go.
+So the backward pass is at most as fast as updates are.
+
 Note [Ranks]: over several ranks, ops on the comm lane are collectives: every rank must run the same ones in the same
 order. All ranks fold the same function, so they do as long as they see the same events; where they do not (a unit that
 one of them does not use), they notice before the ops run, and those that have no use for a collective *join* it.

@@ -47,7 +47,7 @@ def react(program: Program, state: State, event: Event) -> tuple[State, list[Op]
         case Step():
             state = _step(program, state, event, ops)
         case Due():
-            state = due(program, state, event.units, ops)
+            state = _consume(program, due(program, state, event.units, ops), event.units, ops)
         case Settle():
             state = _settle(program, state, event, ops)
         case Join():
@@ -124,6 +124,22 @@ def _step(program: Program, state: State, event: Step, ops: list[Op]) -> State:
     state = learn(state, "train").but(pinned=state.pinned & event.held)
     state = due(program, state, event.due, ops)
     return make_room(program, state, 0, event.held, ops)
+
+
+def _consume(program: Program, state: State, units: frozenset[int], ops: list[Op]) -> State:
+    """See Note [Consumed gradients]. Weights that are away are here now, and may not be later."""
+    if not program.limits.consumed:
+        return state
+    state = state.but(consuming=(*state.consuming, *sorted(units)))
+    while state.consuming:
+        made = sum(program.model.units[unit].made_bytes for unit in state.consuming)
+        first = next((unit for unit in state.consuming if program.away(unit)), state.consuming[0])
+        if made <= program.limits.consumed and not program.away(first):
+            return state
+        keep = state.pinned | {first}
+        state = update(program, bring(program, state, first, keep, ops), first, ops)
+        state = write_home(program, state, first, ops)
+    return state
 
 
 def _settle(program: Program, state: State, event: Settle, ops: list[Op]) -> State:

@@ -35,7 +35,8 @@ def update(program: Program, state: State, unit: int, ops: list[Op]) -> State:
     gathered = state.gathered - {unit} if program.gathers else state.gathered
     changed = state.changed | {unit} if program.away(unit) else state.changed
     state = state.but(pending=state.pending - {unit}, begun=state.begun - {unit})
-    return state.but(gathered=gathered, changed=changed)
+    consuming = tuple(u for u in state.consuming if u != unit)
+    return state.but(gathered=gathered, changed=changed, consuming=consuming)
 
 
 def next_updates(program: Program, state: State) -> Iterator[int]:

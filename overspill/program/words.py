@@ -235,6 +235,9 @@ class State:
     """How many pages were staged so far: they take the ring's slots in turn."""
     training: bool = False
     """Whether a forward pass has begun since all was brought home: pages may be fetched for the next step."""
+    consuming: tuple[int, ...] = ()
+    """Units whose updates have begun in this backward pass and still have their gradients, the oldest first, where
+    those are not kept. See Note [Consumed gradients]."""
     leaving: tuple[tuple[int, int], ...] = ()
     """(unit, param) of gradients on their way home."""
     gathered: frozenset[int] = frozenset()

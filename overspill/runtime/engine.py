@@ -275,8 +275,10 @@ class Engine:
             delattr(p, HANDLE)
         unit.give_back(values)
         for p, handle in zip(unit.params, handles, strict=True):
-            if handle is not None:
-                held, part = part_for(p, handle), local_of(p)
+            held = None if handle is None else part_for(p, handle)
+            # What an update took in the backward pass is not there any more.
+            if held is not None and not (isinstance(held, GradHandle) and held.generation.consumed):
+                part = local_of(p)
                 value = self.parts.made.grads.bytes.read(held.generation) if isinstance(held, GradHandle) else held
                 whole = torch.empty_strided(part.shape, part.stride(), dtype=p.dtype, device=p.device)
                 p.grad = wrapped(p, whole.copy_(value))

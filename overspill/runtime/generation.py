@@ -120,6 +120,8 @@ class Generation:
     """Whether a step took it that is applied later. See delayed.py."""
     home: Any = None
     """Where its bytes are, if that is another one's home by now."""
+    consumed = False
+    """Whether its bytes are gone, because its update is done."""
     local = False
     """Whether other ranks have another one, which is still to be added."""
 
@@ -160,6 +162,12 @@ class Generation:
             change.on(self.value, self.span)  # type: ignore[arg-type]
         else:
             self.todo.append(change)
+
+    def consume(self) -> None:
+        """Its update is done, and nobody may need it any more."""
+        if not self.lent and not self.zero:
+            self.value, self.consumed = None, True
+            self.norms.clear()
 
     @property
     def changes(self) -> int:
@@ -237,3 +245,13 @@ class Generation:
         self.norms.clear()
         self.raw_norm = None
         contribution(self.value)
+
+
+def check_bytes(generation: Generation) -> None:
+    """Refuse a use of what is gone."""
+    if generation.consumed:
+        raise StateError(
+            "expected gradients to be left alone with update='eager', where they are let go as soon as their update is "
+            f"done, found a use of that of {generation.spec.name!r} (a look, a norm, clipping, or another backward "
+            "pass without zero_grad()); use update='lazy', which keeps them"
+        )

@@ -13,7 +13,7 @@ from torch import Tensor
 from overspill.program import Key, Kind
 from overspill.runtime.collect import Collector
 from overspill.runtime.executor import Executor
-from overspill.runtime.generation import Generation, as_bytes
+from overspill.runtime.generation import Generation, as_bytes, check_bytes
 from overspill.runtime.norms import Norms
 from overspill.runtime.pages import Home
 from overspill.runtime.ranks import Meeting
@@ -113,6 +113,7 @@ class GradientBytes:
 
     def at_hand(self, generation: Generation) -> Tensor:
         """Its bytes on the device, without the changes that wait for them."""
+        check_bytes(generation)
         value = generation.value
         if value is None:
             return self._load(generation)

@@ -14,7 +14,7 @@ from torch import Tensor
 from overspill.errors import ModelError, StateError
 from overspill.program import Grad, Lane
 from overspill.runtime.executor import Executor
-from overspill.runtime.generation import NARROW, Change, Generation, full_dtype
+from overspill.runtime.generation import NARROW, Change, Generation, check_bytes, full_dtype
 from overspill.runtime.gradient_bytes import GradientBytes
 from overspill.runtime.passing import Passing
 from overspill.runtime.reduced import Reduced
@@ -41,6 +41,8 @@ class Gradients:
         self._lent: weakref.WeakSet[Generation] = weakref.WeakSet()
         ours = reduction is None and executor.program.update_lane == Lane.UPDATE
         self.rooms = Rooms(units, self._device) if ours else None
+        self.consumes = executor.program.limits.consumed > 0
+        """Whether gradients are let go when their update is done."""
         self.factor: Tensor | None = None
         """What undoes the scale of the gradients that autograd makes now; None where they are not scaled."""
 
@@ -112,6 +114,7 @@ class Gradients:
 
     def add(self, generation: Generation, value: Tensor, alpha: float = 1) -> None:
         """Another micro-batch contributes, or the user adds something."""
+        check_bytes(generation)
         generation.stepped = False
         unit, spec = generation.unit, generation.spec
         in_backward = torch._C._current_graph_task_id() != -1

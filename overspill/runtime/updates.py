@@ -186,6 +186,7 @@ class Updates:
         self._pending: dict[int, tuple[Job, ...]] = {}
         self._staged: dict[tuple[int, int], dict[tuple[int, int], Tensor]] = {}
         """(unit, page) -> (parameter, first element) -> gradients that are there for an update."""
+        self._consumes = grads.consumes
         self._by_param: dict[tuple[int, int], dict[int, list[PartSpec]]] = {}
 
     def handlers(self) -> dict[Kind, Handler]:
@@ -291,7 +292,10 @@ class Updates:
         """The compute lane is behind the update, so the gradients' memory may be used for something else."""
 
         def let_go() -> None:
-            self._pending.pop(op.unit, None)
+            jobs = self._pending.pop(op.unit, ())
+            if self._consumes:
+                for taken in (taken for job in jobs for taken in job.due):
+                    taken.generation.consume()
 
         return let_go
 

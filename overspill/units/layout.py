@@ -76,7 +76,7 @@ class Forms:
     states: str = "exact"
     """The format of what is kept for parameters, but for those of norms and embeddings, and for some:"""
     grads: int = 1
-    """Gradients of a parameter that are kept at a time."""
+    """Gradients of a parameter that are kept at a time; see ParamSpec."""
     said: Mapping[int, str] = field(default_factory=dict)
     """Formats of parameters (by id) whose groups say so."""
 
