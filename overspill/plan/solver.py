@@ -50,8 +50,9 @@ PAGE = (64 * KiB, 128 * MiB)
 DEPTHS = (4, 3, 2)
 """Slots of the ring: one that comes, one that is updated, one that goes, and one for whoever hands the next one out too
 late."""
-CONSUMED = 3
-"""Units whose gradients may wait for their updates, where they are let go in the backward pass."""
+CONSUMED = 16
+"""Of the device's budget, the share for gradients that wait for their updates, where they are let go in the backward
+pass: as long as some wait, pages pass in the forward pass too."""
 LEAN = Placement("host", "host", "host")
 
 
@@ -105,7 +106,7 @@ def _activations(request: Request, needed: int, grads: int = 0) -> int:
 
 def _lean(model: ModelSpec) -> tuple[Placement, ...]:
     """All that can be spilled is."""
-    lean = replace(LEAN, grad="device") if _consumed(model, 1) else LEAN
+    lean = replace(LEAN, grad="device") if _consumed(model) else LEAN
     return (lean,) * len(model.units)
 
 
@@ -137,7 +138,7 @@ def _least(request: Request, placements: tuple[Placement, ...]) -> Limits:
     away = _away(request.model, placements)
     window = max((sum(away[i] for i in units) for units in request.model.together), default=0)
     flight = max((p.grad_bytes for u in request.model.units for p in u.params), default=0)
-    return Limits(window=window, depth=1, flight=flight, consumed=_consumed(request.model, 1))
+    return Limits(window=window, depth=1, flight=flight, consumed=_consumed(request.model))
 
 
 def _ahead(request: Request, placements: tuple[Placement, ...]) -> Limits:
@@ -146,15 +147,15 @@ def _ahead(request: Request, placements: tuple[Placement, ...]) -> Limits:
     pages = [page.state_bytes + page.grad_bytes for u in request.model.units for page in u.pages]
     depth = next((d for d in DEPTHS if (d - 1) * max(pages, default=0) <= share), 1)
     unit = max(_away(request.model, placements), default=0)
-    more = _consumed(request.model, CONSUMED)
-    consumed = more if more <= share else least.consumed
+    made = sum(u.made_bytes for u in request.model.units)
+    consumed = least.consumed and max(least.consumed, min(made, request.budget.device // CONSUMED))
     return replace(least, depth=depth, window=least.window + (unit if unit <= share else 0), consumed=consumed)
 
 
-def _consumed(model: ModelSpec, units: int) -> int:
-    """Bytes of gradients of so many units, where they are not kept until the step."""
+def _consumed(model: ModelSpec) -> int:
+    """Bytes of the gradients of one unit, where they are not kept until the step."""
     kept = any(p.grads for u in model.units for p in u.params if p.trainable)
-    return 0 if kept else units * max((u.made_bytes for u in model.units), default=0)
+    return 0 if kept else max((u.made_bytes for u in model.units), default=0)
 
 
 def _away(model: ModelSpec, placements: tuple[Placement, ...]) -> list[int]:

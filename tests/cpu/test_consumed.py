@@ -11,6 +11,7 @@ from torch import Tensor
 
 import overspill
 from overspill.errors import StateError
+from overspill.plan import solver
 from overspill.program import Kind
 from overspill.runtime import parts, rooms
 from overspill.runtime.generation import Generation
@@ -20,6 +21,14 @@ from tests.cpu.test_ahead import HOMES, check, of_length
 from tests.reference import weights
 
 BLOCKS, STEPS = 12, 5
+
+
+@pytest.fixture(autouse=True)
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the gradients of two units: one that is made and one that waits."""
+    monkeypatch.setattr(solver, "CONSUMED", 1 << 40)
+
+
 PLACES = {**HOMES, "weights": {"weight": "host", "grad": "device", "state": "host"}}
 
 

@@ -27,6 +27,7 @@ HOMES = {
     "device": {"weight": "device", "grad": "device", "state": "device"},
     "states": {"weight": "device", "grad": "device", "state": "host"},
     "gradients": {"weight": "device", "grad": "host", "state": "device"},
+    "weights": {"weight": "host", "grad": "device", "state": "host"},
     "host": {"weight": "host", "grad": "host", "state": "host"},
     "nvme": {"weight": "host", "grad": "nvme", "state": "nvme"},
 }
@@ -96,6 +97,17 @@ def test_delays_change_no_bit(kind: Kind, place: str, tmp_path: Path) -> None:
     for update, clip in (("lazy", 1e-3), ("eager", 0.0)):
         expected = trained("device", tmp_path, clip=clip)
         check(trained(place, tmp_path, {kind: 0.002}, update=update, clip=clip), expected)
+
+
+@pytest.mark.parametrize("kind", [None, *PASSING])
+@pytest.mark.parametrize("place", ["device", "states", "weights"])
+def test_eager_updates_let_gradients_go(
+    place: str, kind: Kind | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """There is room for those of two units: whatever is made next is where another one was."""
+    expected = trained("device", tmp_path)
+    monkeypatch.setattr(solver, "CONSUMED", 1 << 40)
+    check(trained(place, tmp_path, {kind: 0.002} if kind else None, update="eager"), expected)
 
 
 def late(clip: float, after: int) -> tuple[Any, Any]:
