@@ -123,6 +123,7 @@ def plan(
         raise OptionError(f"expected world= as the number of processes, from 1, found {world!r}")
     chosen = options(keywords)
     check_trainable(model, optimizer, chosen)
+    refuse_early_updates(chosen, None, world)
     return make_plan(model, optimizer, chosen, Ground(compute_device(model), machine, None, world))[1]
 
 

@@ -41,7 +41,6 @@ from overspill.tiers import (
     device_available,
     disk_free,
     host_available,
-    known_rates,
 )
 from overspill.units.layout import Forms, Layout, lay_out
 from overspill.units.states import StateProbe
@@ -265,8 +264,8 @@ def _plan_at(
             given = finish(request, given.placements, given.limits)
         if given.model != laid_out.spec:
             raise OptionError(
-                "expected place= to be a plan of this model and optimizer with the same precision, micro_batches and "
-                "kernels, found another; plan anew with these keywords"
+                "expected place= to be a plan of this model and optimizer with the same precision, micro_batches, "
+                "update and kernels, found another; plan anew with these keywords"
             )
         return laid_out, _within(given, budget, chosen)
     if chosen.place and "nvme" in chosen.place.values() and not chosen.nvme:
@@ -298,6 +297,8 @@ def _hands(model: ModelSpec, ground: Ground) -> Chosen:
     ours = model.format.fields is not None and model.format.master == torch.int16
     if ground.device.type not in parts.CORES or not ours or how is None or sizes is None:
         return STREAMED
+    from overspill.tiers.known import known_rates
+
     known = known_rates() if ground.machine is None else None
     if known is None or known.both is None or known.dram is None or known.cores is None:
         return choose(None, sizes)

@@ -15,7 +15,6 @@ from torch import nn
 from overspill.config import Options, parse_nvme
 from overspill.errors import BudgetError, ModelError, OptionError, StateError
 from overspill.kernels.masters import KEPT
-from overspill.loading import source_of
 from overspill.plan.plan import Plan
 from overspill.planning import DTYPES, Ground, update_rule
 from overspill.runtime.building import builder_of, span_of
@@ -111,9 +110,10 @@ def data_parallel_ranks(model: nn.Module, chosen: Options, device: torch.device)
     return connect(chosen.mesh, device)
 
 
-def refuse_early_updates(chosen: Options, comm: Comm | None) -> None:
-    if chosen.update != "lazy" and comm is not None:
-        comm.close()
+def refuse_early_updates(chosen: Options, comm: Comm | None, world: int = 1) -> None:
+    if chosen.update != "lazy" and (comm is not None or world > 1):
+        if comm is not None:
+            comm.close()
         raise OptionError(
             f"expected update='lazy' over several ranks, found {chosen.update!r}, which works with one process only as "
             "yet"
@@ -198,6 +198,9 @@ def build_engine(
     with ExitStack() as undo:
         tiers = _tiers(model, made, paths, device, undo)
         extend = _Extend(made, planned, paths, tiers, device)
+        # Only now: it takes time, and plans do without it.
+        from overspill.loading import source_of
+
         source = source_of(model, chosen.weights, device, comm)
         materials = Materials(device, optimizer, update_rule(optimizer, chosen), source, extend, comm)
         program = dataclasses.replace(made.program, eager=chosen.update != "lazy")

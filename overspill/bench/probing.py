@@ -11,8 +11,8 @@ from typing import Any
 from overspill.bench import facts, process, rows, screen
 from overspill.bench.jobs import Job
 from overspill.errors import OptionError
-from overspill.tiers.known import cache, cached, machine_key, rates_of
-from overspill.tiers.rates import PAGE, Rates
+from overspill.tiers.known import Rates, cache, cached, machine_key, rates_of
+from overspill.tiers.rates import PAGE
 
 LIMIT = 300.0
 """Seconds that measuring may take."""

@@ -186,6 +186,8 @@ def resolve_resumed(stored: Mapping[str, Any], given: Mapping[str, Any], ranks: 
     """What the run began with, and what the user says now of the things that may change. Other ranks than before
     share the same batches."""
     said = {name: value for name, value in given.items() if value is not None}
+    # Runs of the first version had exact states, and did not say so.
+    stored = {"states": STATES[0], **stored}
     if set(stored) != set(FineTune.__dataclass_fields__):
         raise OptionError(
             "expected a run of this version with --model to resume, found one with other settings; begin a new run"

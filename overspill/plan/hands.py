@@ -15,7 +15,7 @@ cores are to make it a quarter faster.
 The rate of the cores is that of exact states; smaller ones are taken to be as fast.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from overspill.specs import Hands, ModelSpec, Placement
 
@@ -25,8 +25,7 @@ ALONE = 0.95
 """Of what there is to do: from here on the cores do all of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Speeds:
+class Speeds(NamedTuple):
     """Of a machine, as far as one rank has it, per second."""
 
     link: float
@@ -37,8 +36,7 @@ class Speeds:
     """Elements that the cores update."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Bytes of an element, on average."""
 
     state: float
@@ -46,8 +44,7 @@ class Sizes:
     gradient: float
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     hands: Hands = "streamed"
     why: str = ""
     kept: bool = False

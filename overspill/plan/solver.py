@@ -303,7 +303,7 @@ def _moved(request: Request, placements: tuple[Placement, ...], limits: Limits) 
         if limits.hands == "host" and is_shareable(placement):
             weights = sum(p.nbytes for p in unit.params if p.trainable)
             moved[Lane.UP] += weights - unit.state_bytes
-            moved[Lane.DOWN] += weights + unit.role_bytes("grad") - unit.state_bytes
+            moved[Lane.DOWN] += weights + unit.made_bytes - unit.state_bytes
     return {str(lane): n for lane, n in moved.items()}
 
 

@@ -127,15 +127,18 @@ def _step(program: Program, state: State, event: Step, ops: list[Op]) -> State:
 
 
 def _consume(program: Program, state: State, units: frozenset[int], ops: list[Op]) -> State:
-    """See Note [Consumed gradients]. Weights that are away are here now, and may not be later."""
+    """See Note [Consumed gradients]. Weights that are away are here now, and may not be later, unless their update has
+    begun."""
     if not program.limits.consumed:
         return state
     state = state.but(consuming=(*state.consuming, *sorted(units)))
     while state.consuming:
         made = sum(program.model.units[unit].made_bytes for unit in state.consuming)
-        first = next((unit for unit in state.consuming if program.away(unit)), state.consuming[0])
-        if made <= program.limits.consumed and not program.away(first):
+        passing = (unit for unit in state.consuming if program.away(unit) and unit not in state.begun)
+        first = next(passing, None)
+        if first is None and made <= program.limits.consumed:
             return state
+        first = state.consuming[0] if first is None else first
         keep = state.pinned | {first}
         state = update(program, bring(program, state, first, keep, ops), first, ops)
         state = write_home(program, state, first, ops)

@@ -5,6 +5,7 @@ silently different from a plain loop is refused: another learning rate at `step(
 before it, of which some are new already.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,7 +19,10 @@ from overspill.runtime.generation import Generation
 from overspill.runtime.handle import gradient_of
 from overspill.runtime.steps import Jobs
 from overspill.runtime.updates import same_values, snapshot
+from overspill.specs import human
 from overspill.units.unit import Unit
+
+log = logging.getLogger("overspill")
 
 Take = Callable[[int, list[dict[str, Any]]], bool]
 """(unit, groups with the unit's own parameters): its update is due, if that is possible now."""
@@ -51,6 +55,11 @@ class Eager:
         self._take = take
         self._arrivals = arrivals
         self._taken: dict[int, _Begun] = {}
+        self.room = 0
+        """Bytes that are planned for gradients; 0: for all of them."""
+        self._waiting: dict[int, set[int]] = {}
+        """Unit -> parameters whose gradients are there, where updates have not begun."""
+        self._warned = False
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._arrivals.no_sync()
@@ -69,6 +78,7 @@ class Eager:
     def arrived(self, unit: int, param: int) -> None:
         """A gradient is there, with all that this backward pass adds to it."""
         name = self._units[unit].spec.params[param].name
+        self._count(unit, param)
         if unit in self._taken:
             raise StateError(
                 f"expected one backward pass before step() with update='eager', found that another one adds to the "
@@ -84,6 +94,21 @@ class Eager:
         if self._arrivals.complete(unit, param):
             self._begin(unit)
 
+    def _count(self, unit: int, param: int) -> None:
+        """Gradients that are not let go, because their unit's are not complete, may take more than is planned."""
+        waiting = self._waiting.setdefault(unit, set())
+        waiting.add(param)
+        total = sum(self._units[u].spec.params[i].grad_bytes for u, params in self._waiting.items() for i in params)
+        if self.room and total > self.room and not self._warned:
+            self._warned = True
+            log.warning(
+                "%s of gradients wait for others of their units, and %s are planned: a parameter that gets no gradient "
+                "(an expert that nobody chose, one that is not used), or a backward pass inside of no_sync() keeps "
+                "them; say micro_batches, or use update='lazy', which plans for all",
+                human(total),
+                human(self.room),
+            )
+
     def _begin(self, unit: int) -> None:
         params = [p for _, own in self._arrivals.members[unit] for p in own]
         found = [(p, generation) for p in params if (generation := gradient_of(p)) is not None]
@@ -92,6 +117,7 @@ class Eager:
             return
         if self._take(unit, [{**self._groups[g], "params": own} for g, own in self._arrivals.members[unit]]):
             self._taken[unit] = _Begun(found, {g: snapshot(self._groups[g]) for g, _ in self._arrivals.members[unit]})
+            self._waiting.pop(unit, None)
             for _, generation in found:
                 generation.spent = True
 
@@ -130,5 +156,6 @@ class Eager:
                 generation.spent = False
         taken = frozenset(self._taken)
         self._taken.clear()
+        self._waiting.clear()
         self._arrivals.forget()
         return taken

@@ -33,7 +33,11 @@ def early(engine: Engine, groups: list[dict[str, Any]]) -> Early:
         return begin(unit, itself.steps.jobs(own)[unit])
 
     if parts.eager:
-        return Eager(units, Arrivals(units, groups), groups, take, engine.executor.give_up)
+        consumed, made = engine.executor.program.limits.consumed, max(unit.spec.made_bytes for unit in units)
+        room = consumed + made if consumed else 0
+        found = Eager(units, Arrivals(units, groups), groups, take, engine.executor.give_up)
+        found.room = room
+        return found
     if parts.delay_after is not None:
         return Delayed(units, Arrivals(units, groups), parts.delay_after, begin, parts.made.grads.bytes.keep)
     return Lazy()

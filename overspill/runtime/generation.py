@@ -157,6 +157,7 @@ class Generation:
                 f"{self.spec.name!r} (clipping, scaling, adding): its update has begun in the backward pass; use "
                 "update='lazy', which allows all of these"
             )
+        check_bytes(self)
         self.norms.clear()
         if self.lent:
             change.on(self.value, self.span)  # type: ignore[arg-type]
@@ -252,6 +253,6 @@ def check_bytes(generation: Generation) -> None:
     if generation.consumed:
         raise StateError(
             "expected gradients to be left alone with update='eager', where they are let go as soon as their update is "
-            f"done, found a use of that of {generation.spec.name!r} (a look, a norm, clipping, or another backward "
-            "pass without zero_grad()); use update='lazy', which keeps them"
+            f"done, found a use of that of {generation.spec.name!r} (a look, a norm, clipping, another step(), or "
+            "another backward pass without zero_grad()); use update='lazy', which keeps them"
         )

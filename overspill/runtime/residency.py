@@ -114,6 +114,9 @@ class Residency:
         if self._scale is not None:
             self._scale.check_inside()
         outermost = [u for u in units if self._depth[u] == 0]
+        if outermost and self._executor.program.limits.consumed:
+            # What is updated in the backward pass is not pending any more, and new before its step.
+            self.check_use(units)
         if outermost and not _current(self._executor, units):
             if torch._C._current_graph_task_id() != -1:
                 self.check_use(units)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from overspill.errors import ModelError
-from overspill.runtime.generation import Generation
+from overspill.runtime.generation import Generation, check_bytes
 from overspill.runtime.handle import GradHandle
 from overspill.runtime.parts import Parts
 from overspill.runtime.residency import Residency
@@ -33,19 +33,20 @@ class Steps:
         for group in groups:
             hypers = snapshot(group)
             with torch._C.DisableTorchFunctionSubclass():
-                found = self._due(group["params"])
+                found = self._due(group["params"], but)
             for unit, due in found.items():
-                if unit not in but:
-                    jobs.setdefault(unit, []).append(Job(hypers, tuple(due)))
+                jobs.setdefault(unit, []).append(Job(hypers, tuple(due)))
         return jobs
 
-    def _due(self, params: list[nn.Parameter]) -> dict[int, list[Taken]]:
+    def _due(self, params: list[nn.Parameter], but: frozenset[int]) -> dict[int, list[Taken]]:
         found: dict[int, list[Taken]] = {}
         for p in params:
             gradient = p.grad
             if gradient is None:
                 continue
             unit, index = self._residency.place_of(p)
+            if unit in but:
+                continue
             spec = self._units[unit].spec.params[index]
             if not spec.trainable:
                 raise ModelError(
@@ -62,6 +63,7 @@ class Steps:
         return found
 
     def _taken(self, generation: Generation) -> Generation:
+        check_bytes(generation)
         generation.stepped = True
         if not generation.kept:
             return generation.taken()

@@ -14,7 +14,6 @@ from overspill.tiers.device import HeldBudget, keep_no_freed_memory, share_one_h
 from overspill.tiers.driver import Event, Together, in_one_go, recorded
 from overspill.tiers.growing import GrowingTier
 from overspill.tiers.host import HostTier
-from overspill.tiers.known import known_rates
 from overspill.tiers.malloc import freed_at_once
 from overspill.tiers.null import NullTier
 from overspill.tiers.numa import node_of
@@ -40,7 +39,6 @@ __all__ = [
     "host_available",
     "in_one_go",
     "keep_no_freed_memory",
-    "known_rates",
     "node_of",
     "recorded",
     "resident_bytes",

@@ -4,14 +4,36 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from overspill.tiers.rates import Rates
-
 _ENTRY = frozenset({"date", "rates", "disks"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What was measured, per second; None: not measured, or not there."""
+
+    up: float | None = None
+    """Bytes from pinned host memory to the GPU, alone."""
+    down: float | None = None
+    """Bytes from the GPU to pinned host memory, alone."""
+    both: float | None = None
+    """Bytes in both directions at once, together."""
+    dram: float | None = None
+    """Bytes that a copy within host memory by all cores reads and writes, together."""
+    disk_read: float | None = None
+    disk_write: float | None = None
+    """Bytes past the page cache."""
+    matmul: float | None = None
+    """Floating-point operations of a bf16 matrix product."""
+    update: float | None = None
+    """Elements that an AdamW update of overspill passes over, where everything is on the device."""
+    cores: float | None = None
+    """Elements that it passes over where everything is in host memory, by all cores."""
 
 
 def cache() -> Path:

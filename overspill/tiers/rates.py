@@ -7,7 +7,6 @@ rest is measured in small. Nothing is kept: memory and files are given back.
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,29 +27,6 @@ _PAGES = 16
 _IN_FLIGHT = 2
 _DRAM, _DISK, _SQUARE = GiB, 4 * GiB, 8192
 _SMALL_DRAM, _SMALL_DISK, _SMALL_SQUARE = 32 * MiB, 16 * MiB, 512
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
-    """What was measured, per second; None: not measured, or not there."""
-
-    up: float | None = None
-    """Bytes from pinned host memory to the GPU, alone."""
-    down: float | None = None
-    """Bytes from the GPU to pinned host memory, alone."""
-    both: float | None = None
-    """Bytes in both directions at once, together."""
-    dram: float | None = None
-    """Bytes that a copy within host memory by all cores reads and writes, together."""
-    disk_read: float | None = None
-    disk_write: float | None = None
-    """Bytes past the page cache."""
-    matmul: float | None = None
-    """Floating-point operations of a bf16 matrix product."""
-    update: float | None = None
-    """Elements that an AdamW update of overspill passes over, where everything is on the device."""
-    cores: float | None = None
-    """Elements that it passes over where everything is in host memory, by all cores."""
 
 
 def link(device: torch.device) -> dict[str, float]:
