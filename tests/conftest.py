@@ -11,8 +11,8 @@ import torch
 torch.set_num_threads(1)
 
 LONGEST = (
-    "zero_parity zero_memory zero_models zero_races large zero_habits zero_saving train_ranks zero_bytes zero_divergence "
-    "zero_setup zero_ahead mesh memory"
+    "zero_parity zero_memory zero_models zero_races large zero_habits zero_saving train_ranks zero_bytes "
+    "zero_divergence zero_setup zero_ahead mesh memory"
 )
 
 
