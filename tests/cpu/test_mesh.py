@@ -100,6 +100,7 @@ def check(names: tuple[str, str], cases: list[tuple[int, str]]) -> None:
             assert all(torch.equal(state[name], found[0][name]) for name in state), f"{case}: unlike {cases[0]}"
 
 
+@pytest.mark.full
 def test_shards_beside_tensor_parallel() -> None:
     check(("shard", "tp"), [(1, "device"), (3, "host")])
 
