@@ -96,10 +96,11 @@ class Eager:
 
     def _count(self, unit: int, param: int) -> None:
         """Gradients that are not let go, because their unit's are not complete, may take more than is planned."""
-        waiting = self._waiting.setdefault(unit, set())
-        waiting.add(param)
+        if not self.room or self._warned:
+            return
+        self._waiting.setdefault(unit, set()).add(param)
         total = sum(self._units[u].spec.params[i].grad_bytes for u, params in self._waiting.items() for i in params)
-        if self.room and total > self.room and not self._warned:
+        if total > self.room:
             self._warned = True
             log.warning(
                 "%s of gradients wait for others of their units, and %s are planned: a parameter that gets no gradient "
