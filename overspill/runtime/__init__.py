@@ -10,7 +10,8 @@ generation.py one gradient; gradients.py: all of them; gradient_bytes.py: where 
               light tensor that stands in `p.grad`; scaling.py: the loss scale of fp16
 ranks.py      agrees with other ranks on what is next; rounds.py: the end of backward passes and steps; reduction.py,
               reduced.py: gradients averaged over ranks; collect.py: what is divided, whole; buffers.py: theirs
-updates.py    updates that are due; kernel_update.py by our own rules, own_update.py by the user's optimizer
+updates.py    updates that are due; kernel_update.py by our own rules (addressing.py: where their arrays are),
+              own_update.py by the user's optimizer
 pages.py      pages of state in their homes; states.py: what the user's optimizer keeps there; masters.py: the fp32
               values of 16-bit weights; edits.py: when the user writes to those
 adopt.py      how values come into their homes; building.py: models that are being built, larger than memory
