@@ -122,7 +122,7 @@ def _consumes(chosen: Options) -> bool:
         return False
     if isinstance(chosen.place, Plan):
         return not any(p.grads for unit in chosen.place.model.units for p in unit.params)
-    return chosen.place is None or chosen.place["grad"] == "device"
+    return chosen.place is None or chosen.place.get("grad", "device") == "device"
 
 
 def _format(name: Any) -> str:

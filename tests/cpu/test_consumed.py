@@ -30,7 +30,7 @@ def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solver, "CONSUMED", 1 << 40)
 
 
-PLACES = {**HOMES, "weights": {"weight": "host", "grad": "device", "state": "host"}}
+PLACES = {**HOMES, "weights": {"weight": "host", "state": "host"}}
 
 
 @pytest.fixture(params=[True, False], ids=["ahead", "on demand"])

@@ -78,6 +78,8 @@ def test_by_addresses_alone(rule: str, format: str, kinds: tuple[torch.dtype, to
     for count, step in ((20000, 1), (20000, 7), (20011, 7)):
         on = elements(rule, count, kinds)
         on = on if format == "exact" else packed(rule, on, format)
+        # Chance is of the element's number; the kernels that are launched so take those of 31 bits, odd ones too.
+        on = replace(on, first=(1 << 31) - 30001)
         known = on_gpu(rule, on, step)
         there = moved(replace(on, key=codecs.key_of(NUMBER, step)), "cuda")
         assert gpu.QUICK[name](addresses(there), hypers, step) == (count % 16 == 0)
@@ -85,9 +87,9 @@ def test_by_addresses_alone(rule: str, format: str, kinds: tuple[torch.dtype, to
         if count % 16 == 0:
             assert unlike(moved(there, "cpu"), known, rule) == []
     at = addresses(there)._replace(numel=20000)
-    assert not gpu.QUICK[name](at._replace(gradient=at.gradient + there.gradient.itemsize), hypers, step), (
-        "an odd place"
-    )
+    odd = at._replace(gradient=at.gradient + there.gradient.itemsize)
+    assert not gpu.QUICK[name](odd, hypers, step), "an odd place"
+    assert not gpu.QUICK[name](at._replace(first=1 << 31), hypers, step), "a number of more bits"
 
 
 def test_every_length_at_odd_places() -> None:
