@@ -10,7 +10,8 @@ from overspill.bench.jobs import Job
 from overspill.bench.models import said
 from overspill.bench.results import Files
 from overspill.bench.rows import GB, aligned
-from overspill.bench.updating import BARE, BYTES, MEMORY, OURS, WHOLE, Case
+from overspill.bench.updating import BARE, BYTES, MEMORY, OURS, Case
+from overspill.errors import OptionError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,16 +20,13 @@ class Run:
     engines: Sequence[str]
     cores: Sequence[int | None] = (None,)
     rounds: int = 5
-    limit: float = 300.0
+    limit: float = 900.0
 
     def cases(self) -> Iterator[Case]:
-        """The memory's own rate first."""
+        """One for every number of cores. The largest size is measured first: smaller ones are a part of its memory."""
+        sizes = sorted(self.sizes, reverse=True)
         for cores in self.cores:
-            yield Case(engine="torch", kind=MEMORY, count=min(self.sizes), cores=cores, rounds=self.rounds)
-            for size in self.sizes:
-                for kind in (BARE, WHOLE):
-                    for engine in self.engines:
-                        yield Case(engine=engine, kind=kind, count=size, cores=cores, rounds=self.rounds)
+            yield Case(counts=sizes, engines=self.engines, cores=cores, rounds=self.rounds)
 
 
 def run(asked: Run, files: Files) -> list[dict[str, Any]]:
@@ -36,12 +34,13 @@ def run(asked: Run, files: Files) -> list[dict[str, Any]]:
     known: list[dict[str, Any]] = []
     cases = list(asked.cases())
     for number, case in enumerate(cases, start=1):
-        label = f"{case.engine}, {case.kind}, {said(case.count)}" + (f", {case.cores} cores" if case.cores else "")
-        settings = dataclasses.asdict(case)
-        job = Job(kind="update", label=label, engine=case.engine, settings=settings)
+        label = f"updates on {case.cores or 'all'} cores"
+        job = Job(kind="update", label=label, settings=dataclasses.asdict(case))
         with screen.working(label, f"{number}/{len(cases)}") as told:
             outcome = process.run(job, asked.limit, told)
-        known.append({**settings, **(outcome.result or {}), "ok": outcome.result is not None, "reason": outcome.reason})
+        if outcome.result is None:
+            raise OptionError(f"expected {label} to be measured, found that it ended: {outcome.reason}")
+        known += sorted(outcome.result["rows"], key=lambda row: row["count"])
         files.body["machine"] = files.body["machine"] or outcome.machine
         files.write(updates=known, ratios=ratios(known))
     return known
@@ -55,7 +54,7 @@ def ratios(known: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             continue
         alike = [r for r in known if r["ok"] and (r["count"], r["cores"]) == (row["count"], row["cores"])]
         others = [r["per_second"] for r in alike if r["kind"] == row["kind"] and r["engine"] != OURS]
-        memory = [r for r in known if r["kind"] == MEMORY and r["ok"] and r["cores"] == row["cores"]]
+        memory = [r for r in alike if r["kind"] == MEMORY]
         rate = BYTES[MEMORY] * memory[0]["per_second"] if memory else None
         share = row["per_second"] * BYTES[BARE] / rate if rate and row["kind"] == BARE else None
         over = row["per_second"] / max(others) if others else None

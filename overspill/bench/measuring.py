@@ -36,8 +36,9 @@ def measurements(device: torch.device, nvme: str | None) -> Iterator[tuple[str, 
 def updated_by_cores(small: bool) -> float:
     """Elements per second, from bf16 gradients to bf16 weights, of exact states."""
     count = _SMALL_COUNT if small else max(_SMALL_COUNT, min(_COUNT, host_available() // (4 * _ELEMENT)))
-    case = updating.Case(engine=updating.OURS, kind=updating.WHOLE, count=count, rounds=_ROUNDS)
-    return float(updating.measure(case)["per_second"])
+    (found,) = updating.measure(updating.Case(counts=(count,), kinds=(updating.WHOLE,), rounds=_ROUNDS))
+    assert found["ok"], found["reason"]
+    return float(found["per_second"])
 
 
 def update(device: torch.device) -> float:

@@ -3,12 +3,17 @@
 Note [Bare and whole]. Bare is the arithmetic on four fp32 arrays: gradient, master and both moments. Whole is what an
 engine with bf16 weights needs: bf16 gradients in, new bf16 weights out. Ours does that in one pass, on masters of which
 the weights are the upper half; the others convert gradients before and weights after, as their own engines do.
+
+Note [The same memory]. All engines work on the same arrays of one process, in turns: where pages of memory lie, and
+what else the machine does, makes more difference than the engines.
 """
 
 import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +21,8 @@ from torch import Tensor, nn
 from overspill.errors import OptionError
 from overspill.kernels import cpu
 from overspill.kernels.elements import Elements
+from overspill.specs import human
+from overspill.tiers.probe import host_available
 
 OURS, TORCH, DEEPSPEED = "ours", "torch", "deepspeed"
 ENGINES = (OURS, TORCH, DEEPSPEED)
@@ -25,19 +32,53 @@ HYPERS |= {"decoupled_weight_decay": True}
 BYTES = {BARE: 28, MEMORY: 24}
 """Of memory that an element takes at least: four arrays read and three written; three read and written."""
 
+FLOATS = ("master", "gradient", "m", "v")
+ARRAYS: Mapping[str, tuple[torch.dtype, float]] = {
+    "master": (torch.float32, 0.5),
+    "gradient": (torch.float32, 1e-2),
+    "m": (torch.float32, 1e-3),
+    "v": (torch.float32, 1e-6),
+    "narrow": (torch.bfloat16, 1e-2),
+    "weight": (torch.bfloat16, 0.5),
+    "rest": (torch.int16, 0.0),
+}
+"""What they begin with."""
+STEP = 10
+LEFT = 0.04
+"""Of the memory that is there: for whatever else runs."""
+
+Arrays = Mapping[str, Tensor]
+Told = Callable[[str], None]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One measurement."""
+    """Several measurements in one process."""
 
-    engine: str
-    kind: str
-    """BARE, WHOLE, or MEMORY: three arrays that are read and written, by torch."""
-    count: int
-    """Elements."""
+    counts: Sequence[int]
+    """Elements, of one measurement after the other."""
+    engines: Sequence[str] = (OURS,)
+    kinds: Sequence[str] = (BARE, WHOLE)
     cores: int | None = None
     """The first so many; None: all that this process may use."""
     rounds: int = 5
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """(engine, kind), those with the same kind together. MEMORY: three arrays that are read and written, by torch.
+        It is measured in turns with the bare updates."""
+        if BARE in self.kinds:
+            yield TORCH, MEMORY
+        for kind in self.kinds:
+            yield from ((engine, kind) for engine in self.engines)
+
+
+def names_of(engine: str, kind: str) -> Sequence[str]:
+    """The arrays that it works on."""
+    if kind == MEMORY:
+        return ("master", "m", "v")
+    if kind == BARE:
+        return FLOATS
+    return ("weight", "rest", "narrow", "m", "v") if engine == OURS else (*FLOATS, "narrow", "weight")
 
 
 def check_cores(cores: int) -> None:
@@ -46,72 +87,130 @@ def check_cores(cores: int) -> None:
         raise OptionError(f"expected --cores from 1 to the {there} that are there, found {cores}")
 
 
-def measure(case: Case) -> dict[str, float | int]:
-    """Seconds of the fastest round, and elements per second."""
+def measure(case: Case, told: Told = lambda text: None) -> list[dict[str, Any]]:
+    """A row for each engine, kind and count: seconds of a round, elements per second; or why there is none."""
     there, threads = os.sched_getaffinity(0), torch.get_num_threads()
     if case.cores is not None:
         check_cores(case.cores)
     used = sorted(there)[: case.cores]
+    room = int(host_available() * (1 - LEFT))
     try:
         os.sched_setaffinity(0, used)
         torch.set_num_threads(len(used))
-        run = _memory(case.count) if case.kind == MEMORY else _UPDATES[case.engine](case)
-        run()
-        seconds = [_timed(run) for _ in range(case.rounds)]
+        memory = torch.empty(min(room, max(map(_needed, _sets(case)))), dtype=torch.uint8)
+        rows = [row for count in case.counts for row in _measure(case, count, memory, told)]
     finally:
         os.sched_setaffinity(0, there)
         torch.set_num_threads(threads)
-    best = min(seconds)
-    return {"seconds": best, "slowest": max(seconds), "per_second": case.count / best, "cores": len(used)}
+    return [{**row, "cores": len(used), "rounds": case.rounds} for row in rows]
 
 
-def _timed(run: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
+def _sets(case: Case) -> Iterator[tuple[int, set[str]]]:
+    for count in case.counts:
+        yield count, {name for pair in case.pairs() for name in names_of(*pair)}
 
 
-def _filled(count: int, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Touched by all threads, as they will use it."""
-    return torch.empty(count, dtype=dtype).fill_(value)
+def _needed(given: tuple[int, set[str]]) -> int:
+    count, names = given
+    return sum(_room(count, name) for name in names)
 
 
-def _memory(count: int) -> Callable[[], None]:
-    arrays = [_filled(count, 1.0) for _ in range(3)]
+def _room(count: int, name: str) -> int:
+    """Bytes, so that the next array begins where a page does."""
+    return -(-count * ARRAYS[name][0].itemsize // 4096) * 4096
 
+
+def _measure(case: Case, count: int, memory: Tensor, told: Told) -> list[dict[str, Any]]:
+    """All of one count, kind after kind."""
+    fits: list[tuple[str, str]] = []
+    names: set[str] = set()
+    # Those that need least first, and what is only for comparison last.
+    for pair in sorted(case.pairs(), key=lambda pair: (pair[1] == MEMORY, _needed((count, set(names_of(*pair)))))):
+        if _needed((count, names | set(names_of(*pair)))) <= memory.numel():
+            fits, names = [*fits, pair], names | set(names_of(*pair))
+    arrays, rows = _carved(count, names, memory), []
+    for turn in ((MEMORY, BARE), (WHOLE,)):
+        together = [pair for pair in case.pairs() if pair[1] in turn and pair in fits]
+        told(f"{count:,} elements, {turn[-1]}")
+        rows += _in_turns(together, count, arrays, case.rounds)
+    for engine, kind in (pair for pair in case.pairs() if pair not in fits):
+        needed, there = human(_needed((count, set(names_of(engine, kind))))), human(memory.numel())
+        reason = f"expected {needed} of host memory, found {there} for it"
+        rows.append({"engine": engine, "kind": kind, "count": count, "ok": False, "reason": reason})
+    return rows
+
+
+def _carved(count: int, names: set[str], memory: Tensor) -> Arrays:
+    """Filled by all threads, as they will use it."""
+    found, begin = {}, 0
+    for name in (name for name in ARRAYS if name in names):
+        dtype, value = ARRAYS[name]
+        found[name] = memory[begin : begin + count * dtype.itemsize].view(dtype).fill_(value)
+        begin += _room(count, name)
+    return found
+
+
+def _in_turns(pairs: Sequence[tuple[str, str]], count: int, arrays: Arrays, rounds: int) -> list[dict[str, Any]]:
+    """See Note [The same memory]."""
+    rows: list[dict[str, Any]] = []
+    runs: list[tuple[Callable[[], object], list[float]]] = []
+    for engine, kind in pairs:
+        row: dict[str, Any] = {"engine": engine, "kind": kind, "count": count, "ok": True, "reason": None}
+        try:
+            run = _memory(arrays) if kind == MEMORY else _UPDATES[engine](kind, arrays)
+            run()
+            runs.append((run, []))
+        except (OptionError, ImportError, RuntimeError) as error:
+            # What a peer needs may not be there; the others are measured all the same.
+            row |= {"ok": False, "reason": str(error).splitlines()[0]}
+        rows.append(row)
+    for _ in range(rounds):
+        for run, seconds in runs:
+            begin = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - begin)
+    for row, (_, seconds) in zip((row for row in rows if row["ok"]), runs, strict=True):
+        usual = statistics.median(seconds)
+        row |= {"seconds": usual, "fastest": min(seconds), "slowest": max(seconds), "per_second": count / usual}
+    return rows
+
+
+def _memory(arrays: Arrays) -> Callable[[], object]:
     def run() -> None:
-        for array in arrays:
-            array.mul_(1.0)
+        for name in names_of(TORCH, MEMORY):
+            arrays[name].mul_(1.0)
 
     return run
 
 
-def elements_of(case: Case) -> Elements:
+def elements_of(kind: str, arrays: Arrays) -> Elements:
     """What ours works on."""
-    moments = [_filled(case.count, 1e-3), _filled(case.count, 1e-6)]
-    if case.kind == BARE:
-        return Elements(_filled(case.count, 0.5), None, _filled(case.count, 1e-2), (), moments)
-    weight, gradient = (_filled(case.count, value, torch.bfloat16) for value in (0.5, 1e-2))
-    return Elements(weight, torch.zeros(case.count, dtype=torch.int16), gradient, (), moments)
+    moments = [arrays["m"], arrays["v"]]
+    if kind == BARE:
+        return Elements(arrays["master"], None, arrays["gradient"], (), moments)
+    return Elements(arrays["weight"], arrays["rest"], arrays["narrow"], (), moments)
 
 
-def _ours(case: Case) -> Callable[[], None]:
+def _ours(kind: str, arrays: Arrays) -> Callable[[], object]:
     how = cpu.How.best()
     if how is None:
         raise OptionError(
             "expected overspill's native library, found none; install overspill where there is a compiler"
         )
-    on = elements_of(case)
-    return lambda: cpu.adam(on, HYPERS, 10, how)
+    on = elements_of(kind, arrays)
+    return lambda: cpu.adam(on, HYPERS, STEP, how)
 
 
-def _converting(case: Case, optimizer_of: Callable[[nn.Parameter], torch.optim.Optimizer]) -> Callable[[], None]:
-    master = nn.Parameter(_filled(case.count, 0.5))
-    master.grad = _filled(case.count, 1e-2)
+def _converting(
+    kind: str, arrays: Arrays, optimizer_of: Callable[[nn.Parameter], torch.optim.Optimizer], step: Any
+) -> Callable[[], object]:
+    master = nn.Parameter(arrays["master"])
+    master.grad = arrays["gradient"]
     optimizer, gradient = optimizer_of(master), master.grad
-    if case.kind == BARE:
+    optimizer.state[master] = {"step": step, "exp_avg": arrays["m"], "exp_avg_sq": arrays["v"]}
+    if kind == BARE:
         return lambda: optimizer.step(None)
-    narrow, weight = (_filled(case.count, value, torch.bfloat16) for value in (1e-2, 0.5))
+    narrow, weight = arrays["narrow"], arrays["weight"]
 
     def run() -> None:
         gradient.copy_(narrow)
@@ -121,17 +220,17 @@ def _converting(case: Case, optimizer_of: Callable[[nn.Parameter], torch.optim.O
     return run
 
 
-def _torch(case: Case) -> Callable[[], None]:
-    return _converting(case, lambda p: torch.optim.AdamW([p], lr=1e-4, fused=True))
+def _torch(kind: str, arrays: Arrays) -> Callable[[], object]:
+    return _converting(kind, arrays, lambda p: torch.optim.AdamW([p], lr=1e-4, fused=True), torch.tensor(STEP - 1.0))
 
 
-def _deepspeed(case: Case) -> Callable[[], None]:
+def _deepspeed(kind: str, arrays: Arrays) -> Callable[[], object]:
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except ImportError as error:
         raise OptionError(f"expected deepspeed to be installed, found none: {error}") from error
 
-    return _converting(case, lambda p: DeepSpeedCPUAdam([p], lr=1e-4, adamw_mode=True))
+    return _converting(kind, arrays, lambda p: DeepSpeedCPUAdam([p], lr=1e-4, adamw_mode=True), STEP - 1)
 
 
 _UPDATES = {OURS: _ours, TORCH: _torch, DEEPSPEED: _deepspeed}

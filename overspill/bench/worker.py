@@ -198,7 +198,7 @@ def learn(job: Job, events: Events) -> dict[str, Any]:
 
 def update(job: Job, events: Events) -> dict[str, Any]:
     events.phase("update")
-    return dict(updating.measure(updating.Case(**job.settings)))
+    return {"rows": updating.measure(updating.Case(**job.settings), lambda text: events.say(news=text))}
 
 
 KINDS: dict[str, Callable[[Job, Events], dict[str, Any]]] = {

@@ -243,7 +243,7 @@ def update(
     engine: UpdateEngines = "ours,torch",
     cores: Cores = None,
     rounds: Rounds = 5,
-    limit: Annotated[float, o.described(ENGINES, "Seconds that each has.", 300)] = 300.0,
+    limit: Annotated[float, o.described(ENGINES, "Seconds that each number of cores has.", 900)] = 900.0,
     out: Out = None,
     commit: Commit = None,
 ) -> None:

@@ -2,10 +2,13 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from overspill.bench import host_updates, updating
 from overspill.bench.updating import BARE, MEMORY, WHOLE, Case
@@ -18,26 +21,59 @@ COUNT = 100_003
 
 
 @NATIVE
-@pytest.mark.parametrize("kind", [BARE, WHOLE])
-@pytest.mark.parametrize("engine", ["ours", "torch"])
-def test_a_measurement(engine: str, kind: str) -> None:
-    found = updating.measure(Case(engine=engine, kind=kind, count=COUNT, rounds=2))
-    assert 0 < found["seconds"] <= found["slowest"] and found["per_second"] == COUNT / found["seconds"]
-    assert found["cores"] == len(os.sched_getaffinity(0))
+def test_measurements() -> None:
+    case = Case(counts=(COUNT, 64), engines=("ours", "torch"), rounds=3)
+    found = updating.measure(case)
+    kinds = [("torch", MEMORY), ("ours", BARE), ("torch", BARE), ("ours", WHOLE), ("torch", WHOLE)]
+    assert [(row["engine"], row["kind"], row["count"]) for row in found] == [
+        (*pair, count) for count in case.counts for pair in kinds
+    ]
+    for row in found:
+        assert row["ok"] and 0 < row["fastest"] <= row["seconds"] <= row["slowest"]
+        assert row["per_second"] == row["count"] / row["seconds"]
+        assert row["cores"] == len(os.sched_getaffinity(0)) and row["rounds"] == 3
+
+
+@NATIVE
+def test_what_does_not_fit_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours needs least."""
+    monkeypatch.setattr(updating, "host_available", lambda: 16 * COUNT)
+    found = updating.measure(Case(counts=(COUNT,), engines=("ours", "torch"), rounds=1))
+    assert [(row["engine"], row["kind"]) for row in found if row["ok"]] == [("ours", WHOLE)]
+    assert all("of host memory, found" in row["reason"] for row in found if not row["ok"]) and len(found) == 5
+
+
+@NATIVE
+def test_what_is_not_there_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", None)
+    found = updating.measure(Case(counts=(64,), engines=("deepspeed", "ours"), rounds=1))
+    assert [row["ok"] for row in found] == [True, False, True, False, True]
+    assert "expected deepspeed to be installed" in found[1]["reason"]
+
+
+def arrays() -> dict[str, Tensor]:
+    return {name: torch.full((64,), value, dtype=dtype) for name, (dtype, value) in updating.ARRAYS.items()}
 
 
 @NATIVE
 def test_whole_is_an_update_of_the_weights() -> None:
-    """What is timed moves bf16 weights as it moves fp32 ones."""
+    """What is timed moves bf16 weights as it moves fp32 ones, and all engines do the same."""
     how, moved = cpu.How.best(), []
     assert how is not None
     for kind in (BARE, WHOLE):
-        on = updating.elements_of(Case(engine="ours", kind=kind, count=64))
+        on = updating.elements_of(kind, arrays())
         before = on.weight.float().clone()
         for step in range(1, 201):
             cpu.adam(on, updating.HYPERS, step, how)
         moved.append(float((before - on.weight.float()).mean()))
     assert moved[0] > 0 and moved[1] == pytest.approx(moved[0], rel=0.2), "but for bf16's own steps"
+    for kind, name in ((BARE, "master"), (WHOLE, "weight")):
+        own, others = arrays(), arrays()
+        updating._ours(kind, own)()
+        updating._torch(kind, others)()
+        assert (own[name] != updating.ARRAYS[name][1]).all() or kind == WHOLE
+        torch.testing.assert_close(own[name], others[name])
+        torch.testing.assert_close(own["m"], others["m"])
 
 
 def rows() -> list[dict[str, Any]]:
@@ -64,6 +100,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = here("bench", "update", "--params", "1M", "--cores", "1", "--rounds", "1", "--out", "found.json")
     body = json.loads(Path("found.json").read_text())
     assert [row["kind"] for row in body["updates"]] == [MEMORY, BARE, BARE, WHOLE, WHOLE]
+    assert "1.00M" in told
     assert all(row["ok"] for row in body["updates"]) and len(body["ratios"]) == 2 and "ours, whole" in told
 
 
