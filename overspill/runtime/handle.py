@@ -198,10 +198,11 @@ def _later_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     alike = not any(lists) and not any(isinstance(a, Tensor) and a.dim() for a in args[1:])
     shared = Change(run, args[1:], multiplies and len(args) == 2) if alike else None
     for i, x in enumerate(args[0]):
-        operands = tuple(a[i] if listed else a for a, listed in zip(args[1:], lists, strict=True))
-        if isinstance(x, GradHandle) and shared is not None:
+        if shared is not None and isinstance(x, GradHandle):
             x.generation.change(shared)
-        elif isinstance(x, GradHandle):
+            continue
+        operands = tuple(a[i] if listed else a for a, listed in zip(args[1:], lists, strict=True))
+        if isinstance(x, GradHandle):
             _write_down(x, run, operands, multiplies)
         else:
             run(x, *operands)

@@ -41,7 +41,8 @@ class Norms:
             for g, share, norm in zip(every, shares, self._collector.norms(shares, order), strict=True):
                 g.whole_norms[order] = (norm, share)
         if self._device.type == "cuda" and any(g.span is None and order not in g.norms for g in generations):
-            _norm_together(self._executor, [g for g in (*self._book.current(), *generations) if g.span is None], order)
+            also = self._book.current() if len(generations) == 1 else ()
+            _norm_together(self._executor, [g for g in (*also, *generations) if g.span is None], order)
         return [g.whole_norms[order][0] if g.span is not None else self._norm(g, order) for g in generations]
 
     def _norm(self, generation: Generation, order: float) -> Tensor:
@@ -75,8 +76,8 @@ def _norm_together(executor: Executor, generations: Sequence[Generation], order:
             alike.setdefault((g.dtype, id(g.factor)), []).append(g)
     for found in alike.values():
         if len(found) > 1:
-            for g in found:
-                executor.wait(Key(Kind.REDUCE, g.unit))
+            for unit in {g.unit for g in found}:
+                executor.wait(Key(Kind.REDUCE, unit))
             for g, norm in zip(found, Generation.norms_of(found, order), strict=True):
                 g.norms[order] = norm
                 g.raw_norm = norm if order == 2.0 else g.raw_norm

@@ -26,10 +26,13 @@ ROOM = "_overspill_room"
 class _Room:
     def __init__(self, nbytes: int, device: torch.device, loans: Loans) -> None:
         loans.add_gradients(nbytes)
-        weakref.finalize(self, loans.remove_gradients, nbytes).atexit = False
+        self._loans, self._nbytes = loans, nbytes
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._as: dict[torch.dtype, Tensor] = {}
         self.taken: set[int] = set()
+
+    def __del__(self) -> None:
+        self._loans.remove_gradients(self._nbytes)
 
     def of(self, dtype: torch.dtype) -> Tensor:
         """All of it, as an array."""

@@ -1,5 +1,6 @@
 """Notices when a prepared model gets other parameters or modules than it was prepared with."""
 
+import operator
 from typing import Any
 
 from torch import nn
@@ -30,7 +31,9 @@ class ShapeWatch:
 
 
 def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
-    return len(now) == len(then) and all(now.get(name) is item for name, item in then.items())
+    if len(now) != len(then):
+        return False
+    return not then or all(map(operator.is_, map(now.get, then), then.values()))
 
 
 def _difference(now: dict[str, Any], then: dict[str, Any]) -> str:

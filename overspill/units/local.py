@@ -19,10 +19,20 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from overspill.errors import ModelError
 
 
+_PLAIN: set[type] = set()
+"""Classes whose tensors are no DTensors and need no waiting for: nearly all, so this is looked at first."""
+
+
 def is_wrapper(t: Tensor) -> bool:
     """Whether it is a DTensor; nothing is one before somebody has imported them, which is dear."""
+    if type(t) in _PLAIN:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(t, module.DTensor)
+    if module is not None and isinstance(t, module.DTensor):
+        return True
+    if not hasattr(type(t), "trigger_wait"):
+        _PLAIN.add(type(t))
+    return False
 
 
 def check_kind(name: str, p: nn.Parameter) -> None:
@@ -38,6 +48,8 @@ def check_kind(name: str, p: nn.Parameter) -> None:
 def local_of(t: Tensor) -> Tensor:
     """The part of a DTensor that lies here; any other tensor is all here."""
     part: Any = t
+    if type(t) in _PLAIN:
+        return t
     while is_wrapper(part):
         part = part._local_tensor
     # What a collective is still bringing.
