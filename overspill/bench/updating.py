@@ -44,6 +44,8 @@ ARRAYS: Mapping[str, tuple[torch.dtype, float]] = {
 }
 """What they begin with."""
 STEP = 10
+REST = 0.3
+"""Seconds before each round: threads of OpenMP, on which some of the engines run, spin for a while after their work."""
 LEFT = 0.04
 """Of the memory that is there: for whatever else runs."""
 
@@ -166,6 +168,7 @@ def _in_turns(pairs: Sequence[tuple[str, str]], count: int, arrays: Arrays, roun
         rows.append(row)
     for _ in range(rounds):
         for run, seconds in runs:
+            time.sleep(REST)
             begin = time.perf_counter()
             run()
             seconds.append(time.perf_counter() - begin)
