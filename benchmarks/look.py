@@ -66,7 +66,7 @@ def arguments() -> argparse.Namespace:
 
 PAGES = ((Passage, "fetch"), (Passage, "update"), (Passage, "send_home"), (Cores, "take"), (Handing, "do"))
 LOOP: tuple[tuple[Any, str], ...] = (
-    *((Engine, name) for name in ("begin", "arrived", "_hand_out")),
+    *((Engine, name) for name in ("begin", "arrived", "hand_out")),
     *((SpilledOptimizer, name) for name in ("step", "clip_grad_norm_", "zero_grad")),
     *((Residency, name) for name in ("enter", "exit", "backward")),
     *((Lanes, name) for name in ("submit", "compute", "mark")),

@@ -17,6 +17,7 @@ Phase = Literal["train", "eval"]
 
 TIERS: tuple[TierName, ...] = ("device", "host", "nvme")
 ROLES: tuple[Role, ...] = ("weight", "grad", "state")
+STAGES: dict[Role, int] = {"state": 1, "grad": 2, "weight": 3}
 
 ALIGNMENT = 512
 """Every parameter starts on such a boundary inside its unit's flat buffer."""
@@ -152,7 +153,7 @@ class Sharding:
 
     def split(self, role: Role) -> bool:
         """Whether each rank keeps its own share of a role only."""
-        return self.zero >= {"state": 1, "grad": 2, "weight": 3}[role]
+        return self.zero >= STAGES[role]
 
 
 @dataclass(frozen=True, slots=True)

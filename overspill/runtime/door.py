@@ -331,8 +331,14 @@ class Open(Prepared):
 
 def set_door(p: nn.Parameter, door: type[Prepared] | None) -> None:
     """Close or open a parameter; None makes it what it was before it was prepared."""
-    plain = p.plain if isinstance(p, Prepared) else type(p)
-    p.__class__ = plain if door is None else _prepared_class(door, plain)
+    p.__class__ = _behind(type(p), door)
+
+
+@functools.cache
+def _behind(cls: type[nn.Parameter], door: type[Prepared] | None) -> type[nn.Parameter]:
+    """What becomes of a class behind another door. Kept, because every call of a unit opens and closes all of its."""
+    plain = cls.plain if issubclass(cls, Prepared) else cls
+    return plain if door is None else _prepared_class(door, plain)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from overspill.errors import StateError
 from overspill.program import Begin, Mark, Settle, Step
 from overspill.runtime import hooks
 from overspill.runtime.buffers import SharedBuffers
+from overspill.runtime.coming import Coming
 from overspill.runtime.door import HANDLE, set_door
 from overspill.runtime.generation import Generation
 from overspill.runtime.handle import GradHandle, gradient_of
@@ -61,6 +62,7 @@ class Engine:
         self._is_plain = ranks is None and parts.scale is None
         """Whether a gradient that autograd made counts as it is."""
         self._buffers = SharedBuffers(model, ranks, parts.executor) if ranks is not None else None
+        self._coming = Coming(itself)
         # Weakly, because a parameter's hooks lie where Python's garbage collector does not look for cycles.
         listeners = hooks.Listeners(weakref.proxy(self), self.residency, self.residency.copies)
         self._hooks = hooks.install(model, parts.layout, listeners)
@@ -72,9 +74,9 @@ class Engine:
         for index, unit in enumerate(self.units):
             for param, p in enumerate(unit.params):
                 if p.grad is not None:
-                    self._hand_out(p, self.parts.made.grads.take(index, param, part_for(p, p.grad.detach())))
+                    self.hand_out(p, self.parts.made.grads.take(index, param, part_for(p, p.grad.detach())))
 
-    def _hand_out(self, p: nn.Parameter, generation: Generation) -> None:
+    def hand_out(self, p: nn.Parameter, generation: Generation) -> None:
         p.grad = None
         p.grad = wrapped(p, GradHandle([generation], self.parts.made.grads, self.executor.lanes.device))
 
@@ -89,6 +91,7 @@ class Engine:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The root is called: look whether the model is still the same, bring the inputs."""
         self._watch.check(call=True)
+        self._coming.take()
         self.residency.copies.forget()
         if not torch.is_grad_enabled():
             self.look()
@@ -117,7 +120,9 @@ class Engine:
         gradient, own = p.grad, self.residency.own_grads.get((unit, param))
         if self._is_plain and own is None and type(gradient) is Tensor and not gradient.requires_grad:
             # As nearly always.
-            self._hand_out(p, self.parts.made.grads.arrive(unit, param, gradient))
+            if self._coming.add(unit, param, gradient):
+                return
+            self.hand_out(p, self.parts.made.grads.arrive(unit, param, gradient))
             self.early.arrived(unit, param)
             return
         handed = gradient is not None and isinstance(local_of(gradient), GradHandle)
@@ -143,7 +148,7 @@ class Engine:
         if owned or gradient.requires_grad:
             return
         grads = self.parts.made.grads
-        self._hand_out(p, grads.arrive(unit, param, part_for(p, gradient.detach())))
+        self.hand_out(p, grads.arrive(unit, param, part_for(p, gradient.detach())))
         if self.rounds is not None:
             self.rounds.arrived(unit, param)
         self.early.arrived(unit, param)
@@ -156,6 +161,7 @@ class Engine:
         self.check_open()
         self.residency.turns.take()
         self._watch.check()
+        self._coming.take()
         self.residency.copies.forget()
         begun = self.early.step()
         self.settle_units(tuple(sorted(self.executor.state.pending - begun)))

@@ -73,6 +73,12 @@ class Gradients:
         self.send_home(generation)
         return generation
 
+    def may_wait(self, unit: int, param: int, value: Tensor) -> bool:
+        """Whether a gradient may be taken later, together with others of its unit. See coming.py."""
+        if self.rooms is None or self.consumes or self.factor is not None or value.layout is not torch.strided:
+            return False
+        return self.bytes.home(unit, param) is None and self.rooms.has_room(unit, param, value)
+
     def _move_in(self, generation: Generation) -> bool:
         """Whether it has a place beside the others of its unit now."""
         lives_here = self.bytes.home(generation.unit, generation.param) is None

@@ -73,21 +73,40 @@ class Rooms:
 
     def move_in(self, generation: Generation) -> bool:
         """A gradient that lives on the device, if it is as wide as planned."""
-        value, unit, place = generation.value, generation.unit, self._places[generation.unit][generation.param]
-        if value is None or value.device != self._device or self._device.type not in PIECES:
+        value = generation.value
+        if value is None or not self.has_room(generation.unit, generation.param, value):
             return False
-        if place.dtype is None or value.dtype != place.dtype:
+        generation.value = self._place(generation.unit, generation.param).copy_(value)
+        return True
+
+    def has_room(self, unit: int, param: int, value: Tensor) -> bool:
+        if value.device != self._device or self._device.type not in PIECES:
+            return False
+        planned = self._places[unit][param].dtype
+        if planned is None or value.dtype != planned:
             self.loans.end("a gradient is of another width than planned, and not counted")
             return False
-        last = self._rooms[unit]() if unit in self._rooms else None
-        room = last if last is not None and generation.param not in last.taken else self._new(unit)
-        room.taken.add(generation.param)
-        array = room.of(place.dtype)
-        found = array.as_strided(place.shape, place.stride, place.begin).copy_(value)
-        # The room is kept as long as one of its gradients is.
-        found.__dict__.update({ROOM: room, FLAT: (array, place.begin)})
-        generation.value = found
         return True
+
+    def move_in_together(self, unit: int, found: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+        """Gradients of one unit that have room."""
+        places = [self._place(unit, param) for param, _ in found]
+        if places:
+            torch._foreach_copy_(places, [value for _, value in found])
+        return places
+
+    def _place(self, unit: int, param: int) -> Tensor:
+        """Where a gradient lives from now on."""
+        begin, shape, stride, dtype = self._places[unit][param]
+        assert dtype is not None, "it has room"
+        last = self._rooms[unit]() if unit in self._rooms else None
+        room = last if last is not None and param not in last.taken else self._new(unit)
+        room.taken.add(param)
+        array = room.of(dtype)
+        found = array.as_strided(shape, stride, begin)
+        # The room is kept as long as one of its gradients is.
+        found.__dict__.update({ROOM: room, FLAT: (array, begin)})
+        return found
 
     def _new(self, unit: int) -> _Room:
         self.loans.stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None

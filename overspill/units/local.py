@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overspill.errors import ModelError
 
-
 _PLAIN: set[type] = set()
 """Classes whose tensors are no DTensors and need no waiting for: nearly all, so this is looked at first."""
 

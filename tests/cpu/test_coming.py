@@ -1,0 +1,222 @@
+"""Gradients of a unit wait for each other: nobody but the host's clock notices."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import overspill
+from overspill.runtime import coming, parts, rooms
+from overspill.runtime.coming import Coming
+from overspill.runtime.handle import gradient_of
+from tests import small
+from tests.both import adamw
+from tests.cpu.test_ahead import HOMES, check, loop, of_length
+from tests.reference import weights
+
+Hook = Callable[[Tensor], None]
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PAGED", {"cpu"})
+    monkeypatch.setattr(rooms, "PIECES", {"cpu"})
+
+
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many gradients were taken at a time."""
+    found: list[int] = []
+    take = Coming.take
+
+    def counted(self: Coming) -> None:
+        if self._found:
+            found.append(len(self._found))
+        take(self)
+
+    monkeypatch.setattr(Coming, "take", counted)
+    return found
+
+
+def prepared(model: nn.Module | None = None, **keywords: Any) -> tuple[Any, Any]:
+    model = small.build() if model is None else model
+    keywords = {"precision": "bf16", "gpu": "64MiB", "host": "64MiB", "place": HOMES["states"], **keywords}
+    return overspill.prepare(model, adamw(model), **keywords)
+
+
+def both(trained: Callable[[], tuple[Any, Any]], waited: list[int]) -> None:
+    """The same bits as where every gradient is looked after when it comes."""
+    found = trained()
+    taken = [*waited]
+    waited.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rooms.Rooms, "has_room", lambda *given: False)
+        check(found, trained())
+    assert not waited
+    waited += taken
+
+
+def steps(model: Any, optimizer: Any, count: int = 3, clip: float = 0.0) -> list[float]:
+    found = []
+    for step in range(count):
+        loss = of_length(model, 5, step)
+        loss.backward()
+        if clip:
+            optimizer.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("share", [coming.SHARE, 1 << 40], ids=["together", "one by one"])
+def test_the_same_bits(share: int, waited: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coming, "SHARE", share)
+
+    def trained() -> tuple[Any, Any]:
+        model, optimizer = prepared()
+        found = steps(model, optimizer, 6, 0.5)
+        return found, weights(overspill.close(model))
+
+    both(trained, waited)
+    assert sum(waited) == 6 * sum(1 for _ in small.build().parameters())
+    assert max(waited) > 3 if share < 1000 else max(waited) == 1
+
+
+def test_none_waits_after_a_pass(waited: list[int]) -> None:
+    """Where some of a unit got no gradient too."""
+    model, _ = prepared()
+    of_length(model, 5, 0).backward()
+    assert all(gradient_of(p) is not None for p in model.parameters())
+    model.zero_grad()
+    p = model.blocks[1].up.weight
+    torch.autograd.backward(of_length(model, 5, 0), inputs=[p])
+    assert gradient_of(p) is not None and waited[-1] == 1
+
+
+@pytest.mark.parametrize("update", ["lazy", "delayed"])
+def test_several_passes_and_delayed_updates(update: str, waited: list[int]) -> None:
+    passes = 1 if update == "delayed" else 2
+
+    def trained() -> tuple[Any, Any]:
+        model, optimizer = prepared(update=update, micro_batches=passes)
+        if update == "delayed":
+            overspill.api._engine(model).early._after = 1
+        found = loop(model, optimizer, passes, 0.5)
+        return found, weights(overspill.close(model))
+
+    both(trained, waited)
+    assert waited
+
+
+def scaled(p: Tensor) -> None:
+    assert gradient_of(p) is not None, "as after the pass"
+    p.grad.mul_(0.3)  # type: ignore[union-attr]
+
+
+def dropped(p: Tensor) -> None:
+    if p.dim() == 1:
+        p.grad = None
+
+
+def replaced(p: Tensor) -> None:
+    p.grad = torch.full_like(p, 0.01)
+
+
+@pytest.mark.parametrize("hook", [scaled, dropped, replaced])
+def test_what_has_hooks_of_the_user_does_not_wait(hook: Hook, waited: list[int]) -> None:
+    def trained() -> tuple[Any, Any]:
+        model, optimizer = prepared()
+        for p in model.blocks[1].parameters():
+            p.register_post_accumulate_grad_hook(hook)
+        found = steps(model, optimizer)
+        return found, weights(overspill.close(model))
+
+    both(trained, waited)
+    here, of_block = (sum(1 for _ in m.parameters()) for m in (small.build(), small.build().blocks[1]))
+    assert sum(waited) == 3 * (here - of_block)
+
+
+@pytest.mark.parametrize("change", [None, torch.zeros(())], ids=["away", "another"])
+def test_what_is_replaced_while_it_waits_stays_so(change: Tensor | None, waited: list[int]) -> None:
+    """By a hook of another tensor."""
+    model, _ = prepared()
+    scale = model.blocks[1].scale
+    own = None if change is None else torch.full_like(scale, 2.0)
+
+    def look(gradient: Tensor) -> None:
+        if type(scale.grad) is Tensor:
+            scale.grad = own
+            seen.append(True)
+
+    seen: list[bool] = []
+    loss = of_length(model, 5, 0)
+    for node in (model.blocks[1].up.bias, model.blocks[1].norm.weight):
+        node.register_hook(look)
+    loss.backward()
+    assert seen and (scale.grad is None if change is None else scale.grad is own)
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("again", ["backward", "step", "zero"])
+def test_a_pass_that_fails_leaves_the_same(again: str, waited: list[int]) -> None:
+    """Some gradients wait while a hook of the user raises."""
+
+    def trained() -> tuple[Any, Any]:
+        model, optimizer = prepared()
+
+        def fail(gradient: Tensor) -> None:
+            raise Interrupted
+
+        handle = model.blocks[1].norm.bias.register_hook(fail)
+        with pytest.raises(Interrupted):
+            of_length(model, 5, 0).backward()
+        handle.remove()
+        if again == "zero":
+            optimizer.zero_grad()
+        if again != "step":
+            of_length(model, 5, 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found = steps(model, optimizer)
+        return found, weights(overspill.close(model))
+
+    both(trained, waited)
+
+
+class Recomputing(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4))
+        self._reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self._reentrant)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_passes_inside_of_passes(reentrant: bool, waited: list[int]) -> None:
+    def trained() -> tuple[Any, Any]:
+        model, optimizer = prepared(Recomputing(reentrant))
+        found = []
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = model(torch.randn(4, 8, requires_grad=True))
+            loss.backward()
+            assert all(gradient_of(p) is not None for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found, weights(overspill.close(model))
+
+    both(trained, waited)
+    assert max(waited) > 1
