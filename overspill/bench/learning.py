@@ -28,6 +28,8 @@ TINY = 1e-8
 EPS = 1e-16
 """Of Adam, where gradients are tiny: its own would be larger than they are."""
 SPIKE, SPIKES, EVERY = 1000.0, 1e-4, 10
+TUNED = 0.3
+"""Of the learning rate, where something was learned before."""
 BYTES = 256
 HELD_OUT = 0.05
 """Of the text, at its end: what is never trained on."""
@@ -84,7 +86,7 @@ def learn(lesson: Lesson, keywords: Mapping[str, Any] | None, told: News) -> dic
         for step, tokens in zip(range(lesson.steps), text.windows((0.0, 0.5), lesson.seed), strict=False):
             first.step(tokens, step)
             told(step + 1, 2 * lesson.steps)
-    learner = Learner(lesson, model, keywords, device)
+    learner = Learner(lesson, model, keywords, device, TUNED if before else 1.0)
     losses: list[Tensor] = []
     looks: list[tuple[int, float]] = [(0, learner.validate(text))]
     part = (0.5, 1 - HELD_OUT) if before else (0.0, 1 - HELD_OUT)
@@ -118,10 +120,15 @@ def build(lesson: Lesson, device: torch.device) -> nn.Module:
 
 
 class Learner:
-    """One way to train one model. `keywords`: None is plain torch."""
+    """One way to train one model. `keywords`: None is plain torch; `rate`: a factor of the learning rate."""
 
     def __init__(
-        self, lesson: Lesson, model: nn.Module, keywords: Mapping[str, Any] | None, device: torch.device
+        self,
+        lesson: Lesson,
+        model: nn.Module,
+        keywords: Mapping[str, Any] | None,
+        device: torch.device,
+        rate: float = 1.0,
     ) -> None:
         self._lesson, self._device, self._plain = lesson, device, keywords is None
         eps = EPS if lesson.case == "tiny" else 1e-8
@@ -130,8 +137,7 @@ class Learner:
         self._optimizer: Any = own
         if keywords is not None:
             self._model, self._optimizer = overspill.prepare(model, own, **keywords)
-        tune = 0.3 if lesson.case == "fine-tune" and not self._plain else 1.0
-        self._rates = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: tune * _rate(lesson, step))
+        self._rates = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: rate * _rate(lesson, step))
         self._spikes = torch.Generator().manual_seed(lesson.seed)
         self._clips = lesson.clip > 0 and lesson.case in ("train", "fine-tune")
 

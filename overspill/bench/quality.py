@@ -18,6 +18,7 @@ WAYS: dict[str, Mapping[str, Any] | None] = {
     "bf16": {"precision": "bf16", "states": "bf16"},
     "compact": {"precision": "bf16", "states": "compact"},
     "delayed": {"precision": "bf16", "update": "delayed"},
+    "delayed-500": {"precision": "bf16", "update": "delayed", "delay_after": 500},
 }
 """How states are kept, or when they change -> keywords of `overspill.prepare`; None: by torch alone."""
 MEASURE = "exact"
