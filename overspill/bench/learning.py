@@ -50,7 +50,8 @@ class Lesson:
     heads: int = 4
     seq: int = 256
     batch: int = 16
-    lr: float = 1e-3
+    lr: float = 1e-4
+    """Small, as a delay wants it: docs/log.md."""
     warmup: int = 100
     """Steps in which the learning rate rises; then it falls as a cosine, to a tenth."""
     clip: float = 1.0
