@@ -1,87 +1,67 @@
-"""Gradients that autograd just made, until those of a unit are looked after together.
+"""Gradients that autograd just made, until those of a unit move into their room together.
 
-Note [Together]: to look after one gradient takes the host a few dozen microseconds, most of them because nothing that
-is needed for it is in the processor's caches. Several in a row take a fraction of that each, and one kernel copies them
-all. So those of a unit wait for the last of them, as long as they are a small share of the device's budget. Meanwhile
-`p.grad` is what autograd made; so a parameter with hooks of the user's own, which may look at that, does not wait.
+Note [Together]: one kernel copies several gradients; to launch one for each takes the host a few dozen microseconds. So
+those of a unit stay where autograd put them until the last of them is there, as long as they are a small share of all.
+Nobody can tell: `p.grad` refers to their generation, and that to wherever the bytes are. What waits is measured with
+the activations.
 """
 
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 
 from overspill.runtime.generation import Generation
-from overspill.runtime.lazy import Early
-from overspill.runtime.parts import Parts
+from overspill.runtime.rooms import Rooms
 from overspill.trace import own_time
+from overspill.units.unit import Unit
 
-SHARE = 100
-"""Of the device's budget, what may wait is one part in so many."""
-
-
-class Keeper(Protocol):
-    """Who looks after gradients: the engine."""
-
-    parts: Parts
-    early: Early
-
-    def hand_out(self, p: nn.Parameter, generation: Generation) -> None: ...
+SHARE = 16
+"""Of all gradients, what may wait is one part in so many."""
 
 
 class Coming:
     """The gradients of one unit that wait."""
 
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
-        self._expected = [sum(p.requires_grad for p in unit.params) for unit in keeper.parts.units]
-        self._most = keeper.parts.budget.device // SHARE
-        self._unit = 0
-        self._found: list[tuple[int, Tensor]] = []
-        """(parameter, gradient)"""
+    def __init__(self, rooms: Rooms, units: Sequence[Unit]) -> None:
+        self._rooms = rooms
+        self._expected = [sum(p.trainable for p in unit.spec.params) for unit in units]
+        self._most = sum(unit.spec.role_bytes("grad") for unit in units) // SHARE
+        self._found: list[tuple[Generation, Tensor]] = []
+        """With the bytes that came."""
         self._nbytes = 0
-        self._watched = -1
-        """The backward pass at whose end nothing will wait any more."""
+        self._key = (-1, -1, 0)
+        """What those that wait have in common: the backward pass at whose end none will, the unit, the stream."""
 
-    def add(self, unit: int, param: int, gradient: Tensor) -> bool:
-        """Whether it may wait."""
-        hooks = self._keeper.parts.units[unit].params[param]._post_accumulate_grad_hooks
-        if len(hooks) > 1 or not self._keeper.parts.made.grads.may_wait(unit, param, gradient):
+    def add(self, generation: Generation, value: Tensor) -> bool:
+        """Whether there is room for it."""
+        if value.layout is not torch.strided or not self._rooms.has_room(generation.unit, generation.param, value):
             return False
         task = torch._C._current_graph_task_id()
-        if unit != self._unit or task != self._watched:
-            # Of another unit, or of a backward pass that ended with an error.
+        key = (task, generation.unit, self._rooms.current_stream())
+        if key != self._key:
             self.take()
-            self._unit = unit
-        if task != self._watched:
-            self._watched = task
-            Variable._execution_engine.queue_callback(self._end)
-        self._found.append((param, gradient))
-        self._nbytes += gradient.nbytes
-        if len(self._found) == self._expected[unit] or self._nbytes > self._most:
+            if task not in (-1, self._key[0]):
+                Variable._execution_engine.queue_callback(self._end)
+            self._key = key
+        self._found.append((generation, value))
+        self._nbytes += value.nbytes
+        if task == -1 or len(self._found) == self._expected[generation.unit] or self._nbytes > self._most:
             self.take()
         return True
 
     def take(self) -> None:
         """Nothing waits any more."""
-        if not self._found:
-            return
         found, self._found, self._nbytes = self._found, [], 0
-        keeper, unit, rooms = self._keeper, self._unit, self._keeper.parts.made.grads.rooms
-        params, specs = keeper.parts.units[unit].params, keeper.parts.units[unit].spec.params
-        assert rooms is not None, "only what has room waits"
-        # What is done to parameters here is no use of them.
-        with torch._C.DisableTorchFunctionSubclass():
-            # Somebody may have taken one away, or put another one there.
-            still = [(param, gradient) for param, gradient in found if params[param].grad is gradient]
-            for (param, _), value in zip(still, rooms.move_in_together(unit, still), strict=True):
-                keeper.hand_out(params[param], Generation(unit, param, specs[param], value))
-        for param, _ in found:
-            keeper.early.arrived(unit, param)
+        # Something may have been added to one, which has other bytes then.
+        still = [(generation, value) for generation, value in found if generation.value is value]
+        places = self._rooms.move_in_together([(g.unit, g.param, value) for g, value in still])
+        for (generation, _), place in zip(still, places, strict=True):
+            generation.value = place
 
     def _end(self) -> None:
         """Of a backward pass."""
-        self._watched = -1
         with own_time:
             self.take()
+        self._key = (-1, -1, 0)

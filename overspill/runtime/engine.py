@@ -12,7 +12,6 @@ from overspill.errors import StateError
 from overspill.program import Begin, Mark, Settle, Step
 from overspill.runtime import hooks
 from overspill.runtime.buffers import SharedBuffers
-from overspill.runtime.coming import Coming
 from overspill.runtime.door import HANDLE, set_door
 from overspill.runtime.generation import Generation
 from overspill.runtime.handle import GradHandle, gradient_of
@@ -62,7 +61,6 @@ class Engine:
         self._is_plain = ranks is None and parts.scale is None
         """Whether a gradient that autograd made counts as it is."""
         self._buffers = SharedBuffers(model, ranks, parts.executor) if ranks is not None else None
-        self._coming = Coming(itself)
         # Weakly, because a parameter's hooks lie where Python's garbage collector does not look for cycles.
         listeners = hooks.Listeners(weakref.proxy(self), self.residency, self.residency.copies)
         self._hooks = hooks.install(model, parts.layout, listeners)
@@ -91,7 +89,6 @@ class Engine:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The root is called: look whether the model is still the same, bring the inputs."""
         self._watch.check(call=True)
-        self._coming.take()
         self.residency.copies.forget()
         if not torch.is_grad_enabled():
             self.look()
@@ -120,8 +117,6 @@ class Engine:
         gradient, own = p.grad, self.residency.own_grads.get((unit, param))
         if self._is_plain and own is None and type(gradient) is Tensor and not gradient.requires_grad:
             # As nearly always.
-            if self._coming.add(unit, param, gradient):
-                return
             self.hand_out(p, self.parts.made.grads.arrive(unit, param, gradient))
             self.early.arrived(unit, param)
             return
@@ -161,7 +156,7 @@ class Engine:
         self.check_open()
         self.residency.turns.take()
         self._watch.check()
-        self._coming.take()
+        self.parts.made.grads.moved_in()
         self.residency.copies.forget()
         begun = self.early.step()
         self.settle_units(tuple(sorted(self.executor.state.pending - begun)))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from overspill.errors import ModelError, StateError
 from overspill.program import Grad, Lane
+from overspill.runtime.coming import Coming
 from overspill.runtime.executor import Executor
 from overspill.runtime.generation import NARROW, Change, Generation, check_bytes, full_dtype
 from overspill.runtime.gradient_bytes import GradientBytes
@@ -43,6 +44,7 @@ class Gradients:
         self.rooms = Rooms(units, self._device) if ours else None
         self.consumes = executor.program.limits.consumed > 0
         """Whether gradients are let go when their update is done."""
+        self._coming = Coming(self.rooms, units) if self.rooms is not None and not self.consumes else None
         self.factor: Tensor | None = None
         """What undoes the scale of the gradients that autograd makes now; None where they are not scaled."""
 
@@ -54,16 +56,26 @@ class Gradients:
             generation = Generation(unit, param, self._units[unit].spec.params[param], None, self.factor)
             self.reduced.put(generation, self._laid_out(unit, param, value), self.factor)
             return generation
+        if self._coming is not None and self.factor is None and self.bytes.home(unit, param) is None:
+            generation = Generation(unit, param, self._units[unit].spec.params[param], value)
+            if self._coming.add(generation, value):
+                # As nearly always where gradients live on the device.
+                return generation
         generation = self.take(unit, param, value, self.factor)
         generation.local = self.reduced is not None
         return generation
+
+    def moved_in(self) -> None:
+        """All that came are where they belong."""
+        if self._coming is not None:
+            self._coming.take()
 
     def take(self, unit: int, param: int, value: Tensor, factor: Tensor | None = None) -> Generation:
         """A plain gradient becomes a generation and goes home."""
         spec = self._units[unit].spec.params[param]
         generation = Generation(unit, param, spec, value)
         if factor is None and value.layout is torch.strided and self._move_in(generation):
-            # It is where it belongs, as nearly always where gradients live on the device.
+            # It is where it belongs.
             return generation
         value = self._laid_out(unit, param, value)
         if factor is not None and value.dtype == full_dtype(spec):
@@ -72,12 +84,6 @@ class Gradients:
         self._move_in(generation)
         self.send_home(generation)
         return generation
-
-    def may_wait(self, unit: int, param: int, value: Tensor) -> bool:
-        """Whether a gradient may be taken later, together with others of its unit. See coming.py."""
-        if self.rooms is None or self.consumes or self.factor is not None or value.layout is not torch.strided:
-            return False
-        return self.bytes.home(unit, param) is None and self.rooms.has_room(unit, param, value)
 
     def _move_in(self, generation: Generation) -> bool:
         """Whether it has a place beside the others of its unit now."""

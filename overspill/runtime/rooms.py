@@ -88,12 +88,16 @@ class Rooms:
             return False
         return True
 
-    def move_in_together(self, unit: int, found: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
-        """Gradients of one unit that have room."""
-        places = [self._place(unit, param) for param, _ in found]
+    def move_in_together(self, found: Sequence[tuple[int, int, Tensor]]) -> list[Tensor]:
+        """Gradients that have room: (unit, parameter, bytes)."""
+        places = [self._place(unit, param) for unit, param, _ in found]
         if places:
-            torch._foreach_copy_(places, [value for _, value in found])
+            torch._foreach_copy_(places, [value for *_, value in found])
         return places
+
+    def current_stream(self) -> int:
+        """On which what is copied now is copied."""
+        return torch._C._cuda_getCurrentRawStream(self._device.index) if self._device.type == "cuda" else 0
 
     def _place(self, unit: int, param: int) -> Tensor:
         """Where a gradient lives from now on."""
