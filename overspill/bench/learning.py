@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import overspill
-from overspill.cli.loop import compute_device
+from overspill.cli.loop import be_deterministic, compute_device
 from overspill.cli.workload import read_corpus
 
 CASES = {
@@ -80,6 +80,7 @@ class Text:
 def learn(lesson: Lesson, keywords: Mapping[str, Any] | None, told: News) -> dict[str, Any]:
     """A case by ours, with these keywords of `prepare`, or by plain torch: losses, and validation losses."""
     device = compute_device()
+    be_deterministic(device)
     text, model = Text(lesson, device), build(lesson, device)
     before = lesson.case == "fine-tune"
     if before:

@@ -1,6 +1,7 @@
 """`overspill bench quality`: whether a model learns as well, however its states are kept."""
 
 import dataclasses
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ def run(asked: Run, files: Files) -> list[dict[str, Any]]:
     known: list[dict[str, Any]] = []
     files.body |= {"lesson": dataclasses.asdict(asked.lesson), "cases": {case: CASES[case] for case in asked.cases}}
     jobs = [(case, way) for case in asked.cases for way in asked.ways]
+    one_at_a_time = threading.Lock()
 
     def one(number: int, case: str, way: str) -> None:
         lesson = dataclasses.asdict(dataclasses.replace(asked.lesson, case=case))
@@ -49,9 +51,10 @@ def run(asked: Run, files: Files) -> list[dict[str, Any]]:
             outcome = process.run(job, asked.limit, told)
         found = outcome.result or {}
         row = {"case": case, "way": way, "ok": outcome.result is not None, "reason": outcome.reason, **found}
-        known.append(row | {"seconds": outcome.seconds})
-        files.body["machine"] = files.body["machine"] or outcome.machine
-        files.write(curves=_sorted(known, jobs))
+        with one_at_a_time:
+            known.append(row | {"seconds": outcome.seconds})
+            files.body["machine"] = files.body["machine"] or outcome.machine
+            files.write(curves=_sorted(known, jobs))
 
     with ThreadPoolExecutor(asked.at_once) as pool:
         for done in [pool.submit(one, number, *job) for number, job in enumerate(jobs, start=1)]:

@@ -29,6 +29,8 @@ ENGINES = (OURS, TORCH, DEEPSPEED)
 BARE, WHOLE, MEMORY = "bare", "whole", "memory"
 HYPERS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "maximize": False}
 HYPERS |= {"decoupled_weight_decay": True}
+_SAME: dict[str, Any] = {name: HYPERS[name] for name in ("lr", "betas", "eps", "weight_decay")}
+"""What all engines are told."""
 BYTES = {BARE: 28, MEMORY: 24}
 """Of memory that an element takes at least: four arrays read and three written; three read and written."""
 
@@ -224,7 +226,7 @@ def _converting(
 
 
 def _torch(kind: str, arrays: Arrays) -> Callable[[], object]:
-    return _converting(kind, arrays, lambda p: torch.optim.AdamW([p], lr=1e-4, fused=True), torch.tensor(STEP - 1.0))
+    return _converting(kind, arrays, lambda p: torch.optim.AdamW([p], **_SAME, fused=True), torch.tensor(STEP - 1.0))
 
 
 def _deepspeed(kind: str, arrays: Arrays) -> Callable[[], object]:
@@ -233,7 +235,7 @@ def _deepspeed(kind: str, arrays: Arrays) -> Callable[[], object]:
     except ImportError as error:
         raise OptionError(f"expected deepspeed to be installed, found none: {error}") from error
 
-    return _converting(kind, arrays, lambda p: DeepSpeedCPUAdam([p], lr=1e-4, adamw_mode=True), STEP - 1)
+    return _converting(kind, arrays, lambda p: DeepSpeedCPUAdam([p], **_SAME, adamw_mode=True), STEP - 1)
 
 
 _UPDATES = {OURS: _ours, TORCH: _torch, DEEPSPEED: _deepspeed}

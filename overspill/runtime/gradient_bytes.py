@@ -51,6 +51,9 @@ class GradientBytes:
         self.current: Callable[[], list[Generation]] = list
         """The gradients that are in `p.grad` now."""
         self._owner: dict[tuple[int, int], weakref.ref[Generation]] = {}
+        """Whose bytes are, or will be, in the home that the next gradient takes."""
+        self._other_owner: dict[tuple[int, int], weakref.ref[Generation]] = {}
+        """Whose bytes are in the other one, if there is one."""
         self.norms = Norms(self, executor, collector)
 
     def home(self, unit: int, param: int) -> Home | None:
@@ -67,8 +70,22 @@ class GradientBytes:
         home = self._homes[key]
         if home is None or key not in self._others or not self.is_at(generation):
             return
+        if self.home_of(generation) is not home:
+            # It was kept before, and nothing was added to it since.
+            return
         generation.home, self._homes[key], self._others[key] = home, self._others[key], home
-        del self._owner[key]
+        owner, self._other_owner[key] = self._other_owner.pop(key, None), self._owner.pop(key)
+        if owner is not None:
+            self._owner[key] = owner
+
+    def move_home(self, generation: Generation) -> None:
+        """What was kept lives where the next one would: something was added to it."""
+        key = (generation.unit, generation.param)
+        if generation.home is not None:
+            generation.home = None
+            if key in self._other_owner and self._other_owner[key]() is generation:
+                del self._other_owner[key]
+            self.claim(generation)
 
     def move_in(self, unit: int) -> None:
         """A unit's gradients live on the device from now on. None of them has bytes, but older ones that somebody
@@ -142,7 +159,7 @@ class GradientBytes:
         """The slot of a gradient is another one's now, or nobody's."""
         former = self._owner[key]() if key in self._owner else None
         if former is not None and former is not generation and not former.zero and former.value is None:
-            former.value = self._load(former).to("cpu")
+            former.value, former.home = self._load(former).to("cpu"), None
             log.info("an old gradient of %s is still referred to: kept a copy in host memory", former.spec.name)
 
     def is_at(self, generation: Generation) -> bool:

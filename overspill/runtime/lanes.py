@@ -137,7 +137,11 @@ class Lanes:
         self.timed(op.lane, op, work)
 
     def _issue(self, op: Op, work: Work, waits: Sequence[Ticket]) -> Event:
-        stream, before = self._streams[op.lane], torch.cuda.current_stream(self._index)
+        stream, before, device = (
+            self._streams[op.lane],
+            torch.cuda.current_stream(self._index),
+            torch._C._cuda_getDevice(),
+        )
         for ticket in waits:
             ticket.wait(stream)
         # Not torch's context: it asks for the current stream twice more.
@@ -146,6 +150,9 @@ class Lanes:
             self._run(op, work, ())
         finally:
             torch.cuda.set_stream(before)
+            if device != self._index:
+                # Whose stream is set is the current device from then on; the caller's may be another one.
+                torch.cuda.set_device(device)
         return recorded(stream)
 
     def _delay(self, kind: Kind) -> None:

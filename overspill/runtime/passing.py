@@ -48,7 +48,7 @@ class Passing:
 
     def _fetch(self, op: Op) -> Work:
         generation = self._arriving[op.unit, op.item]
-        home = self._bytes.home(op.unit, op.item)
+        home = self._bytes.home_of(generation)
         assert home is not None, "only a gradient that lives elsewhere is fetched"
         value = generation.empty(self._device)
         generation.value = value
@@ -78,7 +78,9 @@ class Passing:
         return norm
 
     def _store(self, op: Op) -> Work:
-        generation, home = self._arriving.pop((op.unit, op.item)), self._bytes.home(op.unit, op.item)
+        generation = self._arriving.pop((op.unit, op.item))
+        self._bytes.move_home(generation)
+        home = self._bytes.home(op.unit, op.item)
         self.leaving[op.unit, op.item], value = generation, generation.value
         assert value is not None and home is not None, "only a gradient that is here and lives elsewhere is stored"
         return lambda: home[0].store(home[1], as_bytes(value))

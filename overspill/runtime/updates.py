@@ -238,7 +238,8 @@ class Updates:
         return self.fetch_gradients((op.unit, op.item))
 
     def fetch_gradients(self, key: tuple[int, int]) -> Work:
-        """Bring a page's gradients into its slot; those that are on the device already are copied."""
+        """Bring a page's gradients into its slot. What is on the device already may be wider than planned: it is read
+        where it is."""
         staged: dict[tuple[int, int], Tensor] = {}
         loads: list[Work] = []
         slot, at = self._pages.ring.memory(key), self._pages.passing_bytes(*key)
@@ -249,6 +250,8 @@ class Updates:
                 each()
 
         for share in self.shares(*key):
+            if self._is_at_hand(share.due.generation):
+                continue
             dtype = share.due.generation.dtype
             nbytes = share.part.numel * dtype.itemsize
             value = slot[at : at + nbytes].view(dtype)
@@ -258,11 +261,14 @@ class Updates:
         self._staged[key] = staged
         return load
 
+    def _is_at_hand(self, generation: Generation) -> bool:
+        here = generation.value
+        on_device = here is not None and here.device == self._pages.device
+        return generation.zero or (on_device and not self._grads.bytes.is_at(generation))
+
     def _load(self, generation: Generation, part: PartSpec, value: Tensor) -> Work:
         home = self._grads.bytes.home_of(generation)
         here = generation.value
-        if generation.zero:
-            return lambda: _copy(value, torch.zeros((), dtype=value.dtype, device=value.device))
         if here is not None and (home is None or not self._grads.bytes.is_at(generation)):
             return lambda: _copy(value, generation.part(here, part.begin, part.end))
         assert home is not None, f"the gradient of {generation.spec.name} has no bytes"

@@ -31,7 +31,7 @@ class ShapeWatch:
 
 
 def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
-    if len(now) != len(then):
+    if now.keys() != then.keys():
         return False
     return not then or all(map(operator.is_, map(now.get, then), then.values()))
 

@@ -22,6 +22,7 @@ from overspill.errors import (
     TierError,
     UnknownOptionError,
 )
+from overspill.runtime.watch import ShapeWatch
 from tests import small
 from tests.both import AWAY, HERE, adamw, everywhere, losses, prepare, train
 from tests.reference import differing, weights
@@ -520,3 +521,14 @@ def test_what_is_cast_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert [r.getMessage() for r in caplog.records if "cast" in r.message] == [
         "parameters of float64 are cast to torch.float32, which is what precision= asks for"
     ]
+
+
+def test_a_module_in_the_place_of_none_is_noticed() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_module("pooler", None)
+    watch = ShapeWatch(model)
+    watch.check()
+    del model.pooler
+    model.extra = nn.Linear(2, 2)
+    with pytest.raises(ModelError, match="extra added"):
+        watch.check()
