@@ -11,9 +11,9 @@ constexpr int PORTABLE = 0, AVX2 = 1, AVX512 = 2;
 
 bool has(int which) {
 #ifdef OVERSPILL_X86
-    if (which == AVX2) return __builtin_cpu_supports("avx2");
+    if (which == AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (which == AVX512)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        return has(AVX2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #endif
     return which == PORTABLE;

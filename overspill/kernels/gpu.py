@@ -1,8 +1,8 @@
 """The update rules as Triton kernels: the bits of kernels/reference.py, in one pass over a part of a page.
 
-Every operation has one rounding, as the reference says (its Note [Roundings]): fused products are made in fp64,
-division and root are IEEE's, nothing is contracted, and scalars are computed on the host and handed in. What a gradient
-is multiplied with (an undone loss scale, a clip factor) is read from device memory, so that no step waits for it.
+Every operation has one rounding, as the reference says (its Note [Roundings]): what it fuses is, and nothing else,
+division and root are IEEE's, and scalars are computed on the host and handed in. What a gradient is multiplied with (an
+undone loss scale, a clip factor) is read from device memory, so that no step waits for it.
 
 Note [Launches]: Triton looks at all arguments of a launch to find out which of its kernels fits them, which takes
 longer than the launch. Which one fits depends on types, and on whether pointers and lengths are multiples of 16: where
@@ -42,7 +42,7 @@ KEPT_AS = {torch.int16: LOW, torch.int8: SHORT}
 @triton.jit
 def _fused(a, b, c):  # type: ignore[no-untyped-def]
     """a + b * c, rounded once."""
-    return (tl.cast(b, tl.float64) * tl.cast(c, tl.float64) + tl.cast(a, tl.float64)).to(tl.float32)
+    return tl.fma(b, c, a)
 
 
 @triton.jit
