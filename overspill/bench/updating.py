@@ -203,7 +203,7 @@ def _ours(kind: str, arrays: Arrays) -> Callable[[], object]:
             "expected overspill's native library, found none; install overspill where there is a compiler"
         )
     on = elements_of(kind, arrays)
-    return lambda: cpu.adam(on, HYPERS, STEP, how)
+    return lambda: cpu.RULES["adam"](on, HYPERS, STEP, how)
 
 
 def _converting(

@@ -3,6 +3,7 @@ one pass over memory, whatever the instruction set.
 """
 
 import ctypes
+import functools
 import logging
 import os
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ import torch
 
 from overspill.kernels.codecs import blocks_of
 from overspill.kernels.elements import Elements
-from overspill.kernels.reference import Hypers, need_field
+from overspill.kernels.numbers import NUMBERS
+from overspill.kernels.reference import Hypers
 from overspill.native import library
 
 log = logging.getLogger("overspill")
@@ -51,9 +53,11 @@ def _structure(floats: str, flags: str) -> type[ctypes.Structure]:
     return type("Numbers", (ctypes.Structure,), {"_fields_": fields})
 
 
-_ADAM = _structure("shrink decay lerp less beta2 rest2 size root eps", "decay_kind near amsgrad")
-_SGD = _structure("decay momentum fresh less_lr", "decays has_momentum begin nesterov")
-_ADAGRAD = _structure("decay less_lr eps", "decays")
+_STRUCTURES = {
+    "adam": _structure("shrink decay lerp less beta2 rest2 size root eps", "decay_kind near amsgrad"),
+    "sgd": _structure("decay momentum fresh less_lr", "decays has_momentum begin nesterov"),
+    "adagrad": _structure("decay less_lr eps", "decays"),
+}
 
 
 def sets() -> tuple[str, ...]:
@@ -82,35 +86,12 @@ def takes(on: Elements) -> bool:
     return own and on.gradient.dtype in (torch.float32, torch.bfloat16)
 
 
-def adam(on: Elements, h: Hypers, step: int, how: "How") -> None:
-    """As reference._adam."""
-    lr, (beta1, beta2), decay = float(h["lr"]), map(float, h["betas"]), float(h["weight_decay"])
-    if h["amsgrad"]:
-        need_field("max_exp_avg_sq", on.fields, 3)
-    size, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
-    kind = 0 if not decay else 1 if h.get("decoupled_weight_decay") else 2
-    scalars = (1 - lr * decay, decay, 1 - beta1, (1 - beta1) - 1, beta2, 1 - beta2, -size, root, float(h["eps"]))
-    numbers = _ADAM(*scalars, kind, 1 - beta1 < 0.5, bool(h["amsgrad"]))
-    how.run("adam", on, numbers, bool(h["maximize"]))
+def _update(rule: str, on: Elements, h: Hypers, step: int, how: "How") -> None:
+    told = NUMBERS[rule](h, step, on.fields)
+    how.run(rule, on, _STRUCTURES[rule](*told.scalars, *told.flags), bool(h["maximize"]))
 
 
-def sgd(on: Elements, h: Hypers, step: int, how: "How") -> None:
-    """As reference._sgd."""
-    lr, momentum, decay = float(h["lr"]), float(h["momentum"]), float(h["weight_decay"])
-    if momentum:
-        need_field("momentum_buffer", on.fields, 1)
-    scalars = (decay, momentum, 1 - float(h["dampening"]), -lr)
-    numbers = _SGD(*scalars, bool(decay), bool(momentum), step == 1, bool(h["nesterov"]))
-    how.run("sgd", on, numbers, bool(h["maximize"]))
-
-
-def adagrad(on: Elements, h: Hypers, step: int, how: "How") -> None:
-    """As reference._adagrad."""
-    decay, lr = float(h["weight_decay"]), float(h["lr"]) / (1 + (step - 1) * float(h["lr_decay"]))
-    how.run("adagrad", on, _ADAGRAD(decay, -lr, float(h["eps"]), bool(decay)), bool(h["maximize"]))
-
-
-RULES = {"adam": adam, "sgd": sgd, "adagrad": adagrad}
+RULES = {name: functools.partial(_update, name) for name in NUMBERS}
 
 
 @dataclass(frozen=True, slots=True)

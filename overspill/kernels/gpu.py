@@ -12,7 +12,7 @@ Imported only where there is a GPU.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,8 @@ from overspill.kernels.gpu_states import (
     store_master,
     store_state,
 )
-from overspill.kernels.reference import Hypers, need_field
+from overspill.kernels.numbers import NUMBERS
+from overspill.kernels.reference import Hypers
 
 BLOCK = 1024
 KEPT_AS = {torch.int16: LOW, torch.int8: SHORT}
@@ -157,44 +158,22 @@ class _Call:
     """Its constants, in its order, from MAXIMIZE to BLOCK."""
 
 
-_Rule = Callable[[Hypers, int, Sequence[Any]], _Call]
-"""(hyperparameters, step, fields)"""
+_KERNELS: dict[str, tuple[Any, int]] = {"adam": (_adam, 3), "sgd": (_sgd, 1), "adagrad": (_adagrad, 1)}
+"""By the name of the rule: with how many fields it takes."""
 
 
-def _adam_call(h: Hypers, step: int, fields: Sequence[Any]) -> _Call:
-    """As reference._adam."""
-    lr, (beta1, beta2), decay = float(h["lr"]), map(float, h["betas"]), float(h["weight_decay"])
-    if h["amsgrad"]:
-        need_field("max_exp_avg_sq", fields, 3)
-    size, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
-    scalars = (1 - lr * decay, decay, 1 - beta1, (1 - beta1) - 1, beta2, 1 - beta2, -size, root, float(h["eps"]))
-    kind = 0 if not decay else 1 if h.get("decoupled_weight_decay") else 2
-    return _Call(_adam, 3, scalars, (bool(h["maximize"]), kind, 1 - beta1 < 0.5, bool(h["amsgrad"]), BLOCK))
-
-
-def _sgd_call(h: Hypers, step: int, fields: Sequence[Any]) -> _Call:
-    """As reference._sgd."""
-    lr, momentum, decay = float(h["lr"]), float(h["momentum"]), float(h["weight_decay"])
-    if momentum:
-        need_field("momentum_buffer", fields, 1)
-    scalars = (decay, momentum, 1 - float(h["dampening"]), -lr)
-    flags = (bool(h["maximize"]), bool(decay), bool(momentum), step == 1, bool(h["nesterov"]), BLOCK)
-    return _Call(_sgd, 1, scalars, flags)
-
-
-def _adagrad_call(h: Hypers, step: int, fields: Sequence[Any]) -> _Call:
-    """As reference._adagrad."""
-    decay, lr = float(h["weight_decay"]), float(h["lr"]) / (1 + (step - 1) * float(h["lr_decay"]))
-    return _Call(_adagrad, 1, (decay, -lr, float(h["eps"])), (bool(h["maximize"]), bool(decay), BLOCK))
+def _call(rule: str, h: Hypers, step: int, fields: Sequence[Any]) -> _Call:
+    (kernel, room), told = _KERNELS[rule], NUMBERS[rule](h, step, fields)
+    return _Call(kernel, room, told.scalars, (bool(h["maximize"]), *told.flags, BLOCK))
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 """Kernels for arguments that are as usual. See Note [Launches]."""
 
 
-def _launched(rule: _Rule, on: Elements, h: Hypers, step: int) -> None:
+def _launched(rule: str, on: Elements, h: Hypers, step: int) -> None:
     """On arrays of any kind."""
-    kept, nothing, call = on.kept, (on.weight,) * 3, rule(h, step, on.fields)
+    kept, nothing, call = on.kept, (on.weight,) * 3, _call(rule, h, step, on.fields)
     if not on.weight.numel():
         return
     first, second = (*on.factors, *nothing)[:2]
@@ -208,11 +187,11 @@ def _launched(rule: _Rule, on: Elements, h: Hypers, step: int) -> None:
         _compiled[key] = known
 
 
-def _quickly(rule: _Rule, at: Addresses, h: Hypers, step: int) -> bool:
+def _quickly(rule: str, at: Addresses, h: Hypers, step: int) -> bool:
     """Where the kernel is known; False: it is not. See Note [Launches]."""
     compact, nothing = at.format == "compact", (at.weight,) * 3
     fields, tops = (at.arrays[::2], at.arrays[1::2]) if compact else (at.arrays, ())
-    call = rule(h, step, fields)
+    call = _call(rule, h, step, fields)
     constants, key = _constants(call, at, len(at.factors))
     known = _compiled.get(key)
     first, second = (*at.factors, *nothing)[:2]
@@ -247,6 +226,5 @@ def _is_usual(at: Addresses, places: Sequence[int]) -> bool:
     return at.numel % 16 == 0 and max(at.numel, at.first) < 1 << 31 and not any(place % 16 for place in places)
 
 
-_RULES: dict[str, _Rule] = {"adam": _adam_call, "sgd": _sgd_call, "adagrad": _adagrad_call}
-RULES = {name: functools.partial(_launched, rule) for name, rule in _RULES.items()}
-QUICK = {name: functools.partial(_quickly, rule) for name, rule in _RULES.items()}
+RULES = {name: functools.partial(_launched, name) for name in _KERNELS}
+QUICK = {name: functools.partial(_quickly, name) for name in _KERNELS}

@@ -49,8 +49,8 @@ class Delayed:
             raise StateError(
                 "expected step() before the model, its states or a checkpoint are used with update='delayed', found a "
                 f"use of {self._units[found].spec.name!r}, whose last update began in the backward pass; call step() "
-                "first; put backward passes that are not the last before it into `with model.no_sync():`; or use "
-                "update='lazy'"
+                "first, or optimizer.zero_grad() to skip it; put backward passes that are not the last before it into "
+                "`with model.no_sync():`; or use update='lazy'"
             )
 
     def arrived(self, unit: int, param: int) -> None:

@@ -11,6 +11,9 @@ from overspill.runtime.collect import Collector
 from overspill.runtime.executor import Executor
 from overspill.runtime.generation import Generation
 
+TOGETHER = {"cuda"}
+"""Kinds of devices on which those of several gradients are taken together: elsewhere it would be slower."""
+
 
 class Book(Protocol):
     """Who knows the bytes of gradients: gradient_bytes.py."""
@@ -40,7 +43,7 @@ class Norms:
             shares = [self._norm(g, order) for g in every]
             for g, share, norm in zip(every, shares, self._collector.norms(shares, order), strict=True):
                 g.whole_norms[order] = (norm, share)
-        if self._device.type == "cuda" and any(g.span is None and order not in g.norms for g in generations):
+        if self._device.type in TOGETHER and any(g.span is None and order not in g.norms for g in generations):
             also = self._book.current() if len(generations) == 1 else ()
             _norm_together(self._executor, [g for g in (*also, *generations) if g.span is None], order)
         return [g.whole_norms[order][0] if g.span is not None else self._norm(g, order) for g in generations]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import overspill
-from overspill.runtime import coming, parts, rooms
+from overspill.runtime import coming, norms, parts, rooms
 from overspill.runtime.coming import Coming
 from overspill.runtime.handle import gradient_of
 from tests import small
@@ -251,3 +251,31 @@ def test_passes_inside_of_passes(reentrant: bool, waited: list[int]) -> None:
 
     both(trained, waited)
     assert max(waited) > 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_norms_together(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: those of all gradients with the first that is asked for, and the same bits."""
+
+    def trained() -> tuple[Any, Any]:
+        model, optimizer = prepared(precision=precision)
+        found = []
+        for step in range(3):
+            of_length(model, 5, step).backward()
+            found.append([p.grad.norm().item() for p in model.parameters()])
+            found.append(optimizer.clip_grad_norm_(0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return found, weights(overspill.close(model))
+
+    one_by_one, counts = trained(), []
+    together = norms._norm_together
+
+    def counted(executor: Any, generations: Any, order: float) -> None:
+        counts.append(sum(order not in g.norms for g in generations))
+        together(executor, generations, order)
+
+    monkeypatch.setattr(norms, "TOGETHER", {"cpu"})
+    monkeypatch.setattr(norms, "_norm_together", counted)
+    check(trained(), one_by_one)
+    assert max(counts) >= sum(1 for _ in small.build().parameters())

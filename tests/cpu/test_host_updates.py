@@ -64,7 +64,7 @@ def test_whole_is_an_update_of_the_weights() -> None:
         on = updating.elements_of(kind, arrays())
         before = on.weight.float().clone()
         for step in range(1, 201):
-            cpu.adam(on, updating.HYPERS, step, how)
+            cpu.RULES["adam"](on, updating.HYPERS, step, how)
         moved.append(float((before - on.weight.float()).mean()))
     assert moved[0] > 0 and moved[1] == pytest.approx(moved[0], rel=0.2), "but for bf16's own steps"
     for kind, name in ((BARE, "master"), (WHOLE, "weight")):

@@ -193,7 +193,7 @@ def test_every_length_at_odd_places(kinds: tuple[torch.dtype, torch.dtype], inst
             found.weight[inside], None if found.kept is None else found.kept[inside], found.gradient[inside],
             on.factors, [f[inside] for f in found.fields],
         )  # fmt: skip
-        cpu.adam(cut, RULES["adamw"][2], 5, how)
+        cpu.RULES["adam"](cut, RULES["adamw"][2], 5, how)
         assert differing(part(found, begin, begin + length), part(known, begin, begin + length)) == [], length
         for outside in (slice(0, begin), slice(begin + length, room)):
             assert _same(found.weight[outside], on.weight[outside]), length

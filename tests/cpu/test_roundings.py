@@ -52,7 +52,7 @@ def test_once(seed: int) -> None:
     hypers = {"lr": -c, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
     for instructions in cpu.sets():
         found = a.clone()
-        cpu.sgd(Elements(found, None, b.clone(), (), []), hypers, 1, cpu.How(instructions, 1))
+        cpu.RULES["sgd"](Elements(found, None, b.clone(), (), []), hypers, 1, cpu.How(instructions, 1))
         assert torch.equal(found, expected), instructions
 
 
