@@ -69,7 +69,7 @@ def _fused_(a: Tensor, b: Tensor, c: Tensor | float) -> Tensor:
     lost = product.sub_(total - of_a).add_(a_.sub_(of_a))
     bits = total.view(torch.int64)
     # Cut instead of rounded, and odd if anything was cut.
-    bits.sub_((total * lost < 0).to(torch.int64)).bitwise_or_(((lost < 0) | (lost > 0)).to(torch.int64))
+    bits.add_(total * lost < 0, alpha=-1).bitwise_or_(lost.abs_() > 0)
     return a.copy_(total)
 
 

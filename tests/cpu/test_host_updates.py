@@ -20,6 +20,12 @@ NATIVE = pytest.mark.skipif(cpu.library() is None, reason="no native library: th
 COUNT = 100_003
 
 
+@pytest.fixture(autouse=True)
+def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about speed."""
+    monkeypatch.setattr(updating, "REST", 0.0)
+
+
 @NATIVE
 def test_measurements() -> None:
     case = Case(counts=(COUNT, 64), engines=("ours", "torch"), rounds=3)

@@ -195,7 +195,8 @@ def mixed(precision: str) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_units_of_several_kinds(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen and trained, 16 and 32 bits in one unit, on disk: each kind has stripes of its own."""
     # It is changed in this process too, and must be as it was afterwards.
