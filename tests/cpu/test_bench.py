@@ -105,6 +105,7 @@ def test_a_step_of_ours_is_looked_at(compared: tuple[str, Path]) -> None:
     assert 0 < ours["own_host_seconds"] < ours["seconds"]["steps"]
 
 
+@pytest.mark.full
 def test_a_peer_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torchao.py").write_text(HANGING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)

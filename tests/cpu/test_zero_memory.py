@@ -217,6 +217,7 @@ MANY = 512 * KiB
 """Bytes of a stripe, where a layer is to have many."""
 
 
+@pytest.mark.full
 def test_peaks_of_ranks_are_within_their_plans(tmp_path: Path) -> None:
     large = Case(2, passes=2, unused=True, stripe=MANY)
     check(2, [large, Case(3, "mixed", "bf16")], tmp_path)
