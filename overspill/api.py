@@ -274,7 +274,7 @@ def _ranks(engine: Engine) -> dict[str, Any]:
 
 def _report(engine: Engine, made: Plan) -> dict[str, Any]:
     homes: dict[str, dict[str, int]] = {}
-    scale = engine.parts.scale
+    scale = engine.parts.scale.state() if engine.parts.scale else {"value": None, "skipped": 0}
     for line in made.lines:
         homes.setdefault(line.tier, {})[line.what] = line.nbytes
     return {
@@ -282,8 +282,8 @@ def _report(engine: Engine, made: Plan) -> dict[str, Any]:
         "peak": made.peaks,
         "plan": made,
         "measured": engine.measures.peaks(),
-        "loss_scale": scale.value if scale else None,
-        "skipped": scale.skipped if scale else 0,
+        "loss_scale": scale["value"],
+        "skipped": scale["skipped"],
         "ranks": _ranks(engine),
         **engine.measures.last,
     }

@@ -27,6 +27,8 @@ class Elements:
     """Where the first element is in its parameter; like `key` for chance."""
     key: int = 0
     """Of the parameter and the step: codecs.key_of."""
+    skip: Tensor | None = None
+    """fp32 [] of the same device: where it is not zero nothing is done. For executors that are `fused`."""
 
     @property
     def fields(self) -> Sequence[Tensor]:
@@ -52,3 +54,4 @@ class Addresses(NamedTuple):
     format: str
     first: int
     key: int
+    skip: int | None = None

@@ -2,7 +2,8 @@
 
 Every operation has one rounding, as the reference says (its Note [Roundings]): what it fuses is, and nothing else,
 division and root are IEEE's, and scalars are computed on the host and handed in. What a gradient is multiplied with (an
-undone loss scale, a clip factor) is read from device memory, so that no step waits for it.
+undone loss scale, a clip factor) is read from device memory, so that no step waits for it; so is, under fp16, whether
+anything is to be done at all.
 
 Note [Launches]: Triton looks at all arguments of a launch to find out which of its kernels fits them, which takes
 longer than the launch. Which one fits depends on types, and on whether pointers and lengths are multiples of 16: where
@@ -69,11 +70,14 @@ def _gradient(gradient, first, second, at, inside, FACTORS: tl.constexpr, MAXIMI
 
 @triton.jit(do_not_specialize=["place", "key"])
 def _adam(  # type: ignore[no-untyped-def]
-    weight, kept, gradient, first, second, m_, v_, most_, m_top, v_top, most_top, count, place, key,
+    weight, kept, gradient, first, second, skip, m_, v_, most_, m_top, v_top, most_top, count, place, key,
     shrink, decay, lerp, less, beta2, rest2, size, root, eps,
-    MASTER: tl.constexpr, FORMAT: tl.constexpr, FACTORS: tl.constexpr, MAXIMIZE: tl.constexpr, DECAY: tl.constexpr,
-    NEAR: tl.constexpr, AMSGRAD: tl.constexpr, BLOCK: tl.constexpr,
+    MASTER: tl.constexpr, FORMAT: tl.constexpr, FACTORS: tl.constexpr, SKIPS: tl.constexpr, MAXIMIZE: tl.constexpr,
+    DECAY: tl.constexpr, NEAR: tl.constexpr, AMSGRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if SKIPS:  # noqa: SIM102 - Triton decides only this one when it compiles
+        if tl.load(skip) != 0.0:
+            return
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     g = _gradient(gradient, first, second, at, inside, FACTORS, MAXIMIZE)
@@ -102,10 +106,13 @@ def _adam(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["place", "key"])
 def _sgd(  # type: ignore[no-untyped-def]
-    weight, kept, gradient, first, second, buffer, top, count, place, key, decay, momentum, fresh, less_lr,
-    MASTER: tl.constexpr, FORMAT: tl.constexpr, FACTORS: tl.constexpr, MAXIMIZE: tl.constexpr, DECAY: tl.constexpr,
-    MOMENTUM: tl.constexpr, BEGIN: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
+    weight, kept, gradient, first, second, skip, buffer, top, count, place, key, decay, momentum, fresh, less_lr,
+    MASTER: tl.constexpr, FORMAT: tl.constexpr, FACTORS: tl.constexpr, SKIPS: tl.constexpr, MAXIMIZE: tl.constexpr,
+    DECAY: tl.constexpr, MOMENTUM: tl.constexpr, BEGIN: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if SKIPS:  # noqa: SIM102 - Triton decides only this one when it compiles
+        if tl.load(skip) != 0.0:
+            return
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     g = _gradient(gradient, first, second, at, inside, FACTORS, MAXIMIZE)
@@ -129,10 +136,13 @@ def _sgd(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["place", "key"])
 def _adagrad(  # type: ignore[no-untyped-def]
-    weight, kept, gradient, first, second, total_, top, count, place, key, decay, less_lr, eps,
-    MASTER: tl.constexpr, FORMAT: tl.constexpr, FACTORS: tl.constexpr, MAXIMIZE: tl.constexpr, DECAY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    weight, kept, gradient, first, second, skip, total_, top, count, place, key, decay, less_lr, eps,
+    MASTER: tl.constexpr, FORMAT: tl.constexpr, FACTORS: tl.constexpr, SKIPS: tl.constexpr, MAXIMIZE: tl.constexpr,
+    DECAY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if SKIPS:  # noqa: SIM102 - Triton decides only this one when it compiles
+        if tl.load(skip) != 0.0:
+            return
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     g = _gradient(gradient, first, second, at, inside, FACTORS, MAXIMIZE)
@@ -177,10 +187,13 @@ def _launched(rule: str, on: Elements, h: Hypers, step: int) -> None:
     if not on.weight.numel():
         return
     first, second = (*on.factors, *nothing)[:2]
+    skip = on.weight if on.skip is None else on.skip
     rest = (*(*on.fields, *nothing)[: call.room], *(*on.tops, *nothing)[: call.room])
-    tensors = (on.weight, on.weight if kept is None else kept, on.gradient, first, second, *rest)
+    tensors = (on.weight, on.weight if kept is None else kept, on.gradient, first, second, skip, *rest)
     dtypes = (on.weight.dtype, None if kept is None else kept.dtype, on.gradient.dtype)
-    at = Addresses(0, None, 0, (), (), on.weight.numel(), dtypes, on.format, on.first, on.key)
+    at = Addresses(
+        0, None, 0, (), (), on.weight.numel(), dtypes, on.format, on.first, on.key, None if on.skip is None else 0
+    )
     constants, key = _constants(call, at, len(on.factors))
     known = call.kernel[_grid(at)](*tensors, *_numbers(call, at), *constants, enable_fp_fusion=False)
     if _is_usual(at, [t.data_ptr() for t in tensors]):
@@ -195,9 +208,10 @@ def _quickly(rule: str, at: Addresses, h: Hypers, step: int) -> bool:
     constants, key = _constants(call, at, len(at.factors))
     known = _compiled.get(key)
     first, second = (*at.factors, *nothing)[:2]
+    skip = at.weight if at.skip is None else at.skip
     rest = (*(*fields, *nothing)[: call.room], *(*tops, *nothing)[: call.room])
     # Numbers instead of tensors: Triton asks the driver about each of those.
-    places = (at.weight, at.weight if at.kept is None else at.kept, at.gradient, first, second, *rest)
+    places = (at.weight, at.weight if at.kept is None else at.kept, at.gradient, first, second, skip, *rest)
     if known is None or not _is_usual(at, places):
         return False
     known[_grid(at)](*places, *_numbers(call, at), *constants)
@@ -208,7 +222,7 @@ def _constants(call: _Call, at: Addresses, factors: int) -> tuple[tuple[Any, ...
     """The kernel's constants, and what tells compiled kernels apart."""
     kept = at.dtypes[1]
     master = OWN if kept is None else KEPT_AS.get(kept, WHOLE)
-    constants = (master, FORMATS.index(at.format), factors, *call.flags)
+    constants = (master, FORMATS.index(at.format), factors, at.skip is not None, *call.flags)
     return constants, (call.kernel, torch.cuda.current_device(), constants, at.dtypes)
 
 

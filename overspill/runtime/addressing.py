@@ -40,6 +40,7 @@ class Addressing:
             format.name,
             part.begin,
             key,
+            None if share.skip is None else share.skip.data_ptr(),
         )
 
     def _of_part(self, page: Page, share: Share) -> list[int]:

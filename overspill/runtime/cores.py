@@ -119,7 +119,7 @@ class Cores:
         assert home is not None and isinstance(home[0], HostTier), "the page lives in host memory"
         kept = [share.as_kept() for share in shares]
         known = [found for found in kept if found is not None]
-        suits = all(self._update.suits_cores(page[0], share.part) for share in shares)
+        suits = all(share.skip is None and self._update.suits_cores(page[0], share.part) for share in shares)
         if not shares or not suits or len(known) < len(kept):
             return False
         states = home[0].tensor(home[1])

@@ -160,6 +160,7 @@ class Engine:
         self.residency.copies.forget()
         begun = self.early.step()
         self.settle_units(tuple(sorted(self.executor.state.pending - begun)))
+        self.steps.hear()
         if self.rounds is not None:
             self.rounds.meet_to_step(groups)
         jobs = self.steps.jobs(groups, begun if self.early.takes else frozenset())
@@ -170,9 +171,7 @@ class Engine:
                 "expected gradients at step(), found none on any parameter; call loss.backward() before "
                 "optimizer.step(), and zero_grad() after it"
             )
-        if not self.steps.finite(jobs):
-            jobs.clear()
-        jobs = self.early.exchange(jobs)
+        jobs = self.early.exchange(self.steps.judged(jobs))
         self._put(jobs)
         self.residency.forget()
         with self.executor.views:
@@ -199,6 +198,7 @@ class Engine:
 
     def look(self) -> None:
         """Somebody looks from outside: what a step took that is to be applied later is due now."""
+        self.steps.hear()
         due = self.early.flush()
         if due:
             self.settle_units(tuple(sorted(self.executor.state.pending & due.keys())))

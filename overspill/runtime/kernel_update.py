@@ -49,8 +49,8 @@ class KernelUpdate:
         self._aside: dict[tuple[int, int], Mapping[str, Any]] = {}
         """States of parameters that were trained before and are frozen now."""
 
-    def due(self, unit: int, params: Sequence[int]) -> None:
-        self._steps.update((unit, param) for param in params)
+    def due(self, unit: int, params: Sequence[int], count: int = 1) -> None:
+        self._steps.update({(unit, param): count for param in params})
 
     def run(self, unit: int, page: int, shares: Sequence[Share]) -> None:
         memory = self._pages.make(unit, page)
@@ -58,6 +58,9 @@ class KernelUpdate:
         executor = self._executors[format]
         for share in shares:
             param, part = share.due.param, share.part
+            if share.skip is not None and not executor.fused and bool(share.skip):
+                # Where the device is the host, which knows it; else it waits, as it does for plain torch in any case.
+                continue
             step = self._steps[unit, param]
             key = codecs.key_of(self._first[unit] + param, step)
             if executor.quick is not None:
@@ -78,6 +81,7 @@ class KernelUpdate:
                     format,
                     part.begin + begin,
                     key,
+                    share.skip,
                 )
                 executor.run(on, share.hypers, step)
             self._masters.edits.updated(unit, part)

@@ -41,7 +41,7 @@ class OwnUpdate:
         self.read = self._states.read
         self.write = self._states.write
 
-    def due(self, unit: int, params: Sequence[int]) -> None:
+    def due(self, unit: int, params: Sequence[int], count: int = 1) -> None:
         """The optimizer counts its steps itself."""
 
     def run(self, unit: int, page: int, shares: Sequence[Share]) -> None:

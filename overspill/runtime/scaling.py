@@ -6,11 +6,18 @@ hook on that view scales the gradient that comes back; a hook on each input that
 the model nothing passes the views, so nothing is scaled twice. Gradients are unscaled where they are widened
 (generation.py). What reaches weights on another way than through the model's outputs would not be scaled: such uses
 are refused while a graph is recorded.
+
+Note [Skipped on the device]: whether a step's gradients are finite is known to the device only, and a host that waits
+for it is no longer ahead. So the scale lives on the device and is moved there; every update of the step reads the same
+flag there and does nothing where that is set. The host hears of it at the next `step()`, when it has long been known,
+and then takes back what it counted. Where the host decides anyway (over ranks, with the user's own optimizer, without
+a GPU) it waits, and a step that is skipped is not taken at all.
 """
 
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,43 +25,78 @@ from torch import Tensor, nn
 
 from overspill.errors import StateError
 from overspill.runtime.hooks import tensors_in
+from overspill.tiers import Event, recorded
 
 INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
+
+
+@dataclass(slots=True, eq=False)
+class Verdict:
+    """Whether a step is skipped. See Note [Skipped on the device]."""
+
+    skip: Tensor
+    """fp32 []: 1.0, or 0.0."""
+    told: Tensor
+    """fp32 [3], on its way to host memory: `skip`, then the scale and the good steps behind it."""
+    after: Event | None
+    """What `told` is there after; None: it is there."""
+    skipped: bool | None = None
+    """As the host knows it; None: not yet."""
+    counted: list[Callable[[], None]] = field(default_factory=list)
+    """What takes back that the step was counted."""
 
 
 class LossScale:
     """The scale, when it moves, and which outputs carry it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.value = INITIAL
-        self.good_steps = 0
-        """Since the scale last moved."""
-        self.skipped = 0
-        """Steps whose gradients were not finite."""
+        self._scale = torch.full((), INITIAL, dtype=torch.float32, device=device)
+        self._good = torch.zeros((), dtype=torch.int32, device=device)
+        """Steps since the scale last moved."""
+        self.factor = self._scale.reciprocal()
+        """What undoes the scale: never changed in place."""
+        self._known = {"value": INITIAL, "good_steps": 0, "skipped": 0}
+        """As of the last verdict that the host has heard."""
+        self._last: Verdict | None = None
+        """One that it has not heard."""
         self._calls = 0
 
-    @property
-    def factor(self) -> Tensor:
-        """What undoes the scale."""
-        return torch.tensor(1.0 / self.value, dtype=torch.float32, device=self._device)
+    def judge(self, skip: Tensor) -> Verdict:
+        """A step is taken, or skipped because its gradients are not finite (fp32 [] on the device: 1.0): the scale
+        moves."""
+        self.hear()
+        torch._amp_update_scale_(self._scale, self._good, skip, GROWTH, BACKOFF, INTERVAL)
+        self.factor = self._scale.reciprocal()
+        told = torch.stack((skip, self._scale, self._good.float())).to("cpu", non_blocking=True)
+        after = recorded(torch.cuda.current_stream(skip.device)) if skip.is_cuda else None
+        self._last = Verdict(skip, told, after)
+        return self._last
 
-    def update(self, finite: bool) -> None:
-        """A step was taken, or skipped because its gradients were not finite."""
-        if not finite:
-            self.value, self.good_steps, self.skipped = self.value * BACKOFF, 0, self.skipped + 1
+    def hear(self) -> None:
+        """Wait for the last verdict, and take back what was counted for a step that is skipped."""
+        verdict, self._last = self._last, None
+        if verdict is None:
             return
-        self.good_steps += 1
-        if self.good_steps == INTERVAL:
-            grown = torch.tensor(self.value * GROWTH, dtype=torch.float32)
-            self.value, self.good_steps = (grown.item() if grown.isfinite() else self.value), 0
+        if verdict.after is not None:
+            verdict.after.synchronize()
+        skip, value, good = verdict.told.tolist()
+        verdict.skipped = bool(skip)
+        self._known = {"value": value, "good_steps": int(good), "skipped": self._known["skipped"] + int(skip)}
+        for take_back in verdict.counted if verdict.skipped else ():
+            take_back()
 
     def state(self) -> dict[str, float]:
-        return {"value": self.value, "good_steps": self.good_steps, "skipped": self.skipped}
+        """`value`, `good_steps` since it last moved, and steps that were `skipped`."""
+        self.hear()
+        return dict(self._known)
 
     def load(self, state: Mapping[str, float]) -> None:
-        self.value = float(state["value"])
-        self.good_steps, self.skipped = int(state["good_steps"]), int(state["skipped"])
+        self.hear()
+        good, skipped = int(state["good_steps"]), int(state["skipped"])
+        self._known = {"value": float(state["value"]), "good_steps": good, "skipped": skipped}
+        self._scale.fill_(self._known["value"])
+        self._good.fill_(good)
+        self.factor = self._scale.reciprocal()
 
     # --- see Note [Scaled outputs]
 
@@ -71,10 +113,10 @@ class LossScale:
         return _mapped(output, self._scaled)
 
     def _scaled(self, t: Tensor) -> Tensor:
-        return _hooked(t, lambda gradient: gradient * self.value)
+        return _hooked(t, lambda gradient: _times(gradient, self._scale))
 
     def _unscaled(self, t: Tensor) -> Tensor:
-        return _hooked(t, lambda gradient: gradient / self.value)
+        return _hooked(t, lambda gradient: _times(gradient, self.factor))
 
     def forget(self) -> None:
         """A step was taken: no call is running any more, not even one that was interrupted."""
@@ -87,6 +129,19 @@ class LossScale:
                 "outside of it while a graph is recorded: its gradient would not be scaled; call the prepared model "
                 "itself, use torch.no_grad(), or precision='bf16'"
             )
+
+
+def _times(gradient: Tensor, number: Tensor) -> Tensor:
+    """A product in fp32, rounded once to what the gradient is; `number`: fp32 [] of its device, which a plain product
+    would round first, though 2**16 is more than fp16 has."""
+    if gradient.dtype not in (torch.float16, torch.bfloat16):
+        return gradient * number
+    if gradient.requires_grad:
+        # Somebody goes through it once more.
+        return (gradient.float() * number).to(gradient.dtype)
+    found = gradient.clone(memory_format=torch.contiguous_format)
+    torch._amp_foreach_non_finite_check_and_unscale_([found], torch.zeros_like(number), number)
+    return found
 
 
 def _hooked(t: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,5 +1,6 @@
 """What a step takes: for every unit the gradients that are there, with the hyperparameters of their groups."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from overspill.errors import ModelError
+from overspill.program import Lane
 from overspill.runtime.generation import Generation, check_bytes
 from overspill.runtime.handle import GradHandle
 from overspill.runtime.parts import Parts
@@ -17,6 +19,8 @@ from overspill.units.unit import Unit
 
 Jobs = dict[int, list[Job]]
 """Unit -> what each group asks of it."""
+HEARS_LATER = {"cuda"}
+"""Where the host hears of skipped steps later, not to wait for the device."""
 
 
 class Steps:
@@ -26,6 +30,9 @@ class Steps:
         self._units = units
         self._parts = parts
         self._residency = residency
+        executor = parts.executor
+        ours = executor.program.update_lane == Lane.UPDATE and parts.made.ranks is None
+        self._hears_later = ours and executor.lanes.device.type in HEARS_LATER
 
     def jobs(self, groups: Iterable[dict[str, Any]], but: frozenset[int] = frozenset()) -> Jobs:
         """What a step asks of each unit, without some."""
@@ -71,16 +78,25 @@ class Steps:
         grads = self._parts.made.grads
         return grads.take(generation.unit, generation.param, grads.bytes.share(generation).clone())
 
-    def finite(self, jobs: Jobs) -> bool:
-        """Under fp16: whether the step is taken; the loss scale moves."""
-        scale, grads = self._parts.scale, self._parts.made.grads
+    def hear(self) -> None:
+        """Under fp16: whether the last step was skipped."""
+        if self._parts.scale is not None:
+            self._parts.scale.hear()
+
+    def judged(self, jobs: Jobs) -> Jobs:
+        """What is to be done of it: under fp16 nothing where gradients are not finite; the loss scale moves. See
+        scaling.py, Note [Skipped on the device]."""
+        scale, grads, ranks = self._parts.scale, self._parts.made.grads, self._parts.made.ranks
         if scale is None:
-            return True
+            return jobs
         norms = [grads.bytes.norms.raw(due.generation) for todo in jobs.values() for job in todo for due in job.due]
-        finite = bool(torch.stack(norms).isfinite().all())
-        if self._parts.made.ranks is not None:
-            finite = self._parts.made.ranks.comm.everyone(finite)
+        skip = torch.stack(norms).isfinite().all().logical_not()
+        if ranks is not None:
+            skip = skip.new_tensor(not ranks.comm.everyone(not bool(skip)))
         scale.forget()
-        scale.update(finite)
+        verdict = scale.judge(skip.float())
         grads.factor = scale.factor
-        return finite
+        if self._hears_later:
+            return {u: [dataclasses.replace(job, verdict=verdict) for job in todo] for u, todo in jobs.items()}
+        scale.hear()
+        return {} if verdict.skipped else jobs

@@ -18,6 +18,7 @@ from overspill.runtime.gradients import Gradients
 from overspill.runtime.lanes import Work
 from overspill.runtime.masters import Masters
 from overspill.runtime.pages import Pages
+from overspill.runtime.scaling import Verdict
 from overspill.specs import PartSpec, align
 
 MOST_FACTORS = 2
@@ -40,6 +41,12 @@ class Job:
 
     hypers: Mapping[str, Any]
     due: tuple[Taken, ...]
+    verdict: Verdict | None = None
+    """Under fp16: whether it is to be done at all, where the device alone knows that yet."""
+
+    @property
+    def skip(self) -> Tensor | None:
+        return None if self.verdict is None else self.verdict.skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,8 @@ class Share:
     staged: Tensor | None
     """The part's gradient, flat, where that does not live on the device: as its bytes were kept."""
     device: torch.device
+    skip: Tensor | None = None
+    """fp32 [] on the device: 1.0 where nothing is to be done. See scaling.py, Note [Skipped on the device]."""
 
     def piece(self, begin: int, end: int) -> Tensor:
         """Elements of the part's gradient as they count, with the changes made before `step()`: new memory, flat."""
@@ -128,8 +137,8 @@ class Update(Protocol):
     fields: tuple[str, ...] | None
     """The only tensors that a state can have; None: any."""
 
-    def due(self, unit: int, params: Sequence[int]) -> None:
-        """A step was taken for these parameters."""
+    def due(self, unit: int, params: Sequence[int], count: int = 1) -> None:
+        """A step was taken for these parameters; -1: the last one was not."""
 
     def run(self, unit: int, page: int, shares: Sequence[Share]) -> None:
         """Update one page; on the current stream everything is on the device."""
@@ -205,14 +214,22 @@ class Updates:
         due = [d.param for job in jobs for d in job.due]
         # Weights saved for a backward are out of date from now on, and autograd shall say so, as after a plain step.
         self._masters.edits.due([(unit, param) for param in due])
-        self._update.due(unit, due)
+        self._count(unit, due, jobs[0].verdict if jobs else None)
+
+    def _count(self, unit: int, due: list[int], verdict: Verdict | None) -> None:
+        """A step was taken for these parameters, unless the verdict says otherwise, now or later."""
+        if verdict is None or verdict.skipped is False:
+            self._update.due(unit, due)
+        elif verdict.skipped is None:
+            self._update.due(unit, due)
+            verdict.counted.append(lambda: self._update.due(unit, due, -1))
 
     def shares(self, unit: int, page: int) -> list[Share]:
         """What an update of a page has to do."""
         parts = self._parts(unit, page)
         staged = self._staged.get((unit, page), {})
         return [
-            Share(job.hypers, due, part, staged.get((part.param, part.begin)), self._pages.device)
+            Share(job.hypers, due, part, staged.get((part.param, part.begin)), self._pages.device, job.skip)
             for job in self._pending.get(unit, ())
             for due in job.due
             for part in parts.get(due.param, ())
