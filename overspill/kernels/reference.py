@@ -6,6 +6,7 @@ division as IEEE has it, scalars computed once on the host. So a step is within 
 on the same device.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,18 +60,32 @@ def _number(x: float) -> float:
     return torch.tensor(x, dtype=torch.float32).item()
 
 
+AT_A_TIME = {"cpu": 1 << 14}
+"""Elements, where caches are to hold what is in between; elsewhere all of them."""
+
+
 def _fused_(a: Tensor, b: Tensor, c: Tensor | float) -> Tensor:
-    """a += b * c, rounded once; see Note [Roundings]. In fp64 the product is exact and the sum is not; so what is lost
-    of the sum stays in its last bit, which rounding to fp32 then sees. (Sum and error: Knuth; last bit: Boldo and
-    Melquiond.)"""
-    product, a_ = b.double().mul_(c if isinstance(c, Tensor) else _number(c)), a.double()
+    """a += b * c, rounded once; see Note [Roundings]."""
+    count = AT_A_TIME.get(a.device.type, a.numel()) or 1
+    factors = c.split(count) if isinstance(c, Tensor) else itertools.repeat(_number(c))
+    for each in zip(a.split(count), b.split(count), factors, strict=False):
+        _fuse_(*each)
+    return a
+
+
+def _fuse_(a: Tensor, b: Tensor, c: Tensor | float) -> None:
+    """In fp64 the product is exact and the sum is not; so what is lost of the sum stays in its last bit, which rounding
+    to fp32 then sees. (Sum and error: Knuth; last bit: Boldo and Melquiond.)"""
+    product, a_ = b.double().mul_(c), a.double()
     total = product + a_
     of_a = total - product
-    lost = product.sub_(total - of_a).add_(a_.sub_(of_a))
+    a_.sub_(of_a)
+    lost = product.sub_(torch.sub(total, of_a, out=of_a)).add_(a_)
+    del of_a, a_
     bits = total.view(torch.int64)
     # Cut instead of rounded, and odd if anything was cut.
     bits.add_(total * lost < 0, alpha=-1).bitwise_or_(lost.abs_() > 0)
-    return a.copy_(total)
+    a.copy_(total)
 
 
 def torch_root(a: Tensor) -> Tensor:

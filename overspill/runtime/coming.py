@@ -33,6 +33,8 @@ class Coming:
         self._nbytes = 0
         self._key = (-1, -1, 0)
         """What those that wait have in common: the backward pass at whose end none will, the unit, the stream."""
+        self._room: object = None
+        """What is held for them."""
 
     def add(self, generation: Generation, value: Tensor) -> bool:
         """Whether there is room for it."""
@@ -45,6 +47,9 @@ class Coming:
             if task not in (-1, self._key[0]):
                 Variable._execution_engine.queue_callback(self._end)
             self._key = key
+        if not self._found:
+            # Now, so that whoever has lent the memory of gradients gives it back meanwhile.
+            self._room = self._rooms.room(generation.unit, generation.param)
         self._found.append((generation, value))
         self._nbytes += value.nbytes
         if task == -1 or len(self._found) == self._expected[generation.unit] or self._nbytes > self._most:
@@ -56,9 +61,10 @@ class Coming:
         found, self._found, self._nbytes = self._found, [], 0
         # Something may have been added to one, which has other bytes then.
         still = [(generation, value) for generation, value in found if generation.value is value]
-        places = self._rooms.move_in_together([(g.unit, g.param, value) for g, value in still])
+        places = self._rooms.move_in_together([(g.unit, g.param, value) for g, value in still], self._key[2])
         for (generation, _), place in zip(still, places, strict=True):
             generation.value = place
+        self._room = None
 
     def _end(self) -> None:
         """Of a backward pass."""

@@ -25,6 +25,8 @@ def early(engine: Engine, groups: list[dict[str, Any]]) -> Early:
             if is_seen(itself.residency, units[unit]):
                 # Whoever holds views of weights would see them before their step.
                 return False
+        # An update reads its gradients where they are now.
+        itself.parts.made.grads.moved_in()
         itself.parts.made.updates.put(unit, tuple(jobs))
         itself.executor(Due(frozenset((unit,))))
         return True

@@ -89,10 +89,13 @@ class GradientBytes:
 
     def move_in(self, unit: int) -> None:
         """A unit's gradients live on the device from now on. None of them has bytes, but older ones that somebody
-        still looks at."""
+        still looks at, and those that a step keeps for later."""
         for key in self._homes:
             if key[0] == unit:
                 self._keep_former(key, None)
+                kept = self._other_owner.pop(key)() if key in self._other_owner else None
+                if kept is not None and kept.home is not None and kept.value is None:
+                    kept.value, kept.home = self._load(kept), None
                 self._left[key] = (self._homes[key], key in self.widened)
                 self._homes[key] = None
                 self._owner.pop(key, None)

@@ -24,10 +24,13 @@ ROOM = "_overspill_room"
 
 
 class _Room:
-    def __init__(self, nbytes: int, device: torch.device, loans: Loans) -> None:
+    def __init__(self, nbytes: int, device: torch.device, loans: Loans, stream: int) -> None:
+        self._loans, self._nbytes = loans, 0
         loans.add_gradients(nbytes)
-        self._loans, self._nbytes = loans, nbytes
+        self._nbytes = nbytes
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.stream = stream
+        """Whose memory it is."""
         self._as: dict[torch.dtype, Tensor] = {}
         self.taken: set[int] = set()
 
@@ -88,23 +91,39 @@ class Rooms:
             return False
         return True
 
-    def move_in_together(self, found: Sequence[tuple[int, int, Tensor]]) -> list[Tensor]:
-        """Gradients that have room: (unit, parameter, bytes)."""
+    def move_in_together(self, found: Sequence[tuple[int, int, Tensor]], stream: int) -> list[Tensor]:
+        """Gradients that have room: (unit, parameter, bytes), which a stream made, perhaps another one than the current
+        one."""
         places = [self._place(unit, param) for unit, param, _ in found]
         if places:
+            here = self.current_stream()
+            self._follow(here, stream)
             torch._foreach_copy_(places, [value for *_, value in found])
+            # Their memory is that stream's again.
+            self._follow(stream, here)
         return places
 
     def current_stream(self) -> int:
         """On which what is copied now is copied."""
         return torch._C._cuda_getCurrentRawStream(self._device.index) if self._device.type == "cuda" else 0
 
+    def _follow(self, stream: int, other: int) -> None:
+        """What a stream is given next comes behind what another one was given."""
+        if stream != other:
+            one, two = (torch.cuda.ExternalStream(each, self._device) for each in (stream, other))
+            one.wait_stream(two)
+
+    def room(self, unit: int, param: int) -> _Room:
+        """The unit's memory that a gradient would have a place in."""
+        last = self._rooms[unit]() if unit in self._rooms else None
+        return last if last is not None and param not in last.taken else self._new(unit)
+
     def _place(self, unit: int, param: int) -> Tensor:
         """Where a gradient lives from now on."""
         begin, shape, stride, dtype = self._places[unit][param]
         assert dtype is not None, "it has room"
-        last = self._rooms[unit]() if unit in self._rooms else None
-        room = last if last is not None and param not in last.taken else self._new(unit)
+        room = self.room(unit, param)
+        self._follow(self.current_stream(), room.stream)
         room.taken.add(param)
         array = room.of(dtype)
         found = array.as_strided(shape, stride, begin)
@@ -114,6 +133,6 @@ class Rooms:
 
     def _new(self, unit: int) -> _Room:
         self.loans.stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        room = _Room(self._sizes[unit], self._device, self.loans)
+        room = _Room(self._sizes[unit], self._device, self.loans, self.current_stream())
         self._rooms[unit] = weakref.ref(room)
         return room

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import overspill
-from overspill.runtime import coming, norms, parts, rooms
+from overspill.runtime import coming, norms, parts, rooms, updates
 from overspill.runtime.coming import Coming
 from overspill.runtime.handle import gradient_of
 from tests import small
@@ -279,3 +279,67 @@ def test_norms_together(precision: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(norms, "_norm_together", counted)
     check(trained(), one_by_one)
     assert max(counts) >= sum(1 for _ in small.build().parameters())
+
+
+@pytest.mark.parametrize("place", ["plan", "states"])
+def test_updates_in_a_pass_find_gradients_in_their_room(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager ones that keep their gradients: because there may be several passes, or the plan is one for lazy ones."""
+    model, waiting, due, put = small.build(), list[Coming](), list[bool](), updates.Updates.put
+    began = Coming.__init__
+
+    def begin(self: Coming, *given: Any) -> None:
+        began(self, *given)
+        waiting.append(self)
+
+    def puts(self: updates.Updates, unit: int, jobs: Any) -> None:
+        taken = {id(due.generation) for job in jobs for due in job.due}
+        due.append(any(id(g) in taken for each in waiting for g, _ in each._found))
+        put(self, unit, jobs)
+
+    monkeypatch.setattr(Coming, "__init__", begin)
+    monkeypatch.setattr(updates.Updates, "put", puts)
+    plan = overspill.plan(model, adamw(model), place=HOMES["states"], gpu="64MiB", host="64MiB", precision="bf16")
+    told = {"place": plan} if place == "plan" else {"micro_batches": 2}
+    steps(*prepared(model, update="eager", **told))
+    assert waiting and due and not any(due)
+
+
+def test_gradients_of_another_stream_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if one layer of each block ran on a stream of its own."""
+    now, made, followed, copies = [1], dict[int, int](), list[tuple[int, int]](), list[tuple[int, int]]()
+    add, together = Coming.add, torch._foreach_copy_
+
+    def adds(self: Coming, generation: Any, value: Tensor) -> bool:
+        now[0] = 2 if "up" in generation.spec.name else 1
+        made[value.data_ptr()] = now[0]
+        return add(self, generation, value)
+
+    def copy(places: list[Tensor], values: list[Tensor]) -> None:
+        for place, value in zip(places, values, strict=True):
+            room = getattr(place, rooms.ROOM)
+            copies.extend((now[0], other) for other in (made[value.data_ptr()], room.stream) if other != now[0])
+            assert all(each in followed for each in copies), "copied before what it waits for"
+        together(places, values)
+
+    monkeypatch.setattr(coming, "SHARE", 1)
+    monkeypatch.setattr(Coming, "add", adds)
+    monkeypatch.setattr(rooms.Rooms, "current_stream", lambda self: now[0])
+    monkeypatch.setattr(rooms.Rooms, "_follow", lambda self, *streams: followed.append(streams))
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    model, _ = prepared()
+    of_length(model, 5, 0).backward()
+    assert {(1, 2), (2, 1)} <= set(copies)
+
+
+def test_the_memory_of_gradients_is_asked_for_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has lent it gives it back while the others of the unit are made."""
+    monkeypatch.setattr(coming, "SHARE", 1)
+    model, _ = prepared()
+    loans, counts = overspill.api._engine(model).parts.made.grads.rooms.loans, list[tuple[int, int]]()
+    for i, unit in enumerate(overspill.api._engine(model).units):
+        for p in unit.params:
+            p.register_post_accumulate_grad_hook(lambda p, i=i: counts.append((i, loans._gradients)))
+    of_length(model, 5, 0).backward()
+    firsts = dict(reversed(counts))
+    lasts = dict(counts)
+    assert firsts == lasts and len(set(lasts.values())) == len(lasts)

@@ -14,7 +14,7 @@ from overspill.program import Kind
 from overspill.runtime import parts, rooms
 from tests import both, small
 from tests.both import adamw, passes_of
-from tests.cpu.test_ahead import HOMES
+from tests.cpu.test_ahead import BLOCKS, HOMES, LOOPS, crowded
 from tests.reference import differing, weights
 
 STEPS, AFTER, CLIP = 9, 3, 0.5
@@ -244,3 +244,20 @@ def test_bf16_is_the_same_everywhere(paged: bool, tmp_path: Path) -> None:
     found = [trained(*prepared(place, tmp_path, precision="bf16")) for place in ("device", "host", "states")]
     check(found[1], found[0])
     check(found[2], found[0])
+
+
+@pytest.mark.parametrize("way", ["lengths", "zeroed late", "evaluated"])
+@pytest.mark.parametrize(
+    "room", [pytest.param(room, marks=() if room == 8 else pytest.mark.full) for room in (4, 8, 12, 20, 40)]
+)
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
+def test_what_is_kept_stays_while_homes_change(
+    precision: str, way: str, room: int, paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients that a step keeps live in host memory, when there is room on the device for new ones."""
+    keywords = {"precision": precision, "update": "delayed", "delay_after": 1}
+    model = small.build(blocks=BLOCKS)
+    model, optimizer = overspill.prepare(model, adamw(model), place=HOMES["device"], **keywords)
+    plainly = LOOPS[way](model, optimizer, []), weights(overspill.close(model))
+    model, optimizer = crowded(room, monkeypatch, **keywords)
+    check((LOOPS[way](model, optimizer, []), weights(overspill.close(model))), plainly)

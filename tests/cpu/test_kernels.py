@@ -1,13 +1,19 @@
 """The arithmetic of updates: masters are exact over their whole input space; our rules follow torch's optimizers."""
 
 import itertools
+import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from overspill.kernels import masters
+from overspill.kernels import executors, masters, reference
+from overspill.kernels.elements import Elements
 from overspill.kernels.reference import rule_of
+from overspill.plan.memory import KERNEL_WORKSPACE
 from tests.reference import half_up, same_bits
 
 UPPER = torch.arange(-(2**15), 2**15, dtype=torch.int32)
@@ -132,3 +138,46 @@ def test_only_known_optimizers_have_a_rule() -> None:
     assert rule_of(Own([p])) is None
     assert rule_of(torch.optim.RMSprop([p])) is None
     assert rule_of(torch.optim.SGD([p], lr=0.1)).fields == ()
+
+
+class Counting(TorchDispatchMode):
+    """Bytes of the tensors that are made while it is on, at their most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for t in (t for t in tree_leaves(found) if isinstance(t, torch.Tensor)):
+            storage = t.untyped_storage()
+            if storage._cdata not in given | self._known:
+                self._known.add(storage._cdata)
+                self._now += storage.nbytes()
+                self.most = max(self.most, self._now)
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        return found
+
+    def _forget(self, which: int, nbytes: int) -> None:
+        self._known.discard(which)
+        self._now -= nbytes
+
+
+@pytest.mark.parametrize("at_a_time", [None, {}], ids=["in blocks", "whole"])
+@pytest.mark.parametrize(("kind", "options"), [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})])
+def test_an_update_takes_no_more_than_is_planned(
+    kind: Any, options: dict, at_a_time: dict | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`whole`: as on a GPU without Triton."""
+    if at_a_time is not None:
+        monkeypatch.setattr(reference, "AT_A_TIME", at_a_time)
+    optimizer = kind([nn.Parameter(torch.zeros(1))], lr=1e-3, **options)
+    rule, count = rule_of(optimizer), 1 << 16
+    arrays = [torch.rand(count) for _ in rule.fields]
+    on = Elements(torch.randn(count).bfloat16(), torch.zeros(count, dtype=torch.int16), torch.randn(count), (), arrays)
+    with Counting() as counted:
+        executors.in_torch(rule, reference.torch_root, on, optimizer.param_groups[0], 2)
+    gradient = 4 * count
+    assert 4 * count < counted.most + gradient <= KERNEL_WORKSPACE * 4 * count
