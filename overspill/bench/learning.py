@@ -59,6 +59,8 @@ class Lesson:
     validated: int = 32
     """Batches of a look at the validation loss."""
     seed: int = 0
+    start: str | None = None
+    """File of the values that a fine-tune begins with; None: it makes them itself."""
 
 
 class Text:
@@ -83,11 +85,10 @@ def learn(lesson: Lesson, keywords: Mapping[str, Any] | None, told: News) -> dic
     be_deterministic(device)
     text, model = Text(lesson, device), build(lesson, device)
     before = lesson.case == "fine-tune"
-    if before:
-        first = Learner(lesson, model, None, device)
-        for step, tokens in zip(range(lesson.steps), text.windows((0.0, 0.5), lesson.seed), strict=False):
-            first.step(tokens, step)
-            told(step + 1, 2 * lesson.steps)
+    if before and lesson.start is None:
+        _read_before(lesson, model, text, told)
+    elif before:
+        model.load_state_dict(torch.load(str(lesson.start), map_location=device, weights_only=True))
     learner = Learner(lesson, model, keywords, device, TUNED if before else 1.0)
     losses: list[Tensor] = []
     looks: list[tuple[int, float]] = [(0, learner.validate(text))]
@@ -96,8 +97,27 @@ def learn(lesson: Lesson, keywords: Mapping[str, Any] | None, told: News) -> dic
         losses.append(learner.step(tokens, step))
         if (step + 1) * LOOKS // lesson.steps > step * LOOKS // lesson.steps:
             looks.append((step + 1, learner.validate(text)))
-            told((step + 1) + lesson.steps * before, lesson.steps * (1 + before))
+            told(step + 1, lesson.steps)
     return {"losses": torch.stack(losses).tolist(), "validation": looks, "final": looks[-1][1]}
+
+
+def begin(lesson: Lesson, told: News) -> dict[str, Any]:
+    """Write the values that fine-tunes begin with."""
+    device = compute_device()
+    assert lesson.start is not None, "where they go"
+    be_deterministic(device)
+    model = build(lesson, device)
+    _read_before(lesson, model, Text(lesson, device), told)
+    torch.save(model.state_dict(), lesson.start)
+    return {}
+
+
+def _read_before(lesson: Lesson, model: nn.Module, text: Text, told: News) -> None:
+    """Teach a model the first half of the text, by plain torch."""
+    first = Learner(lesson, model, None, compute_device())
+    for step, tokens in zip(range(lesson.steps), text.windows((0.0, 0.5), lesson.seed), strict=False):
+        first.step(tokens, step)
+        told(step + 1, lesson.steps)
 
 
 def build(lesson: Lesson, device: torch.device) -> nn.Module:

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from overspill.bench import process, screen
@@ -43,8 +45,8 @@ def run(asked: Run, files: Files) -> list[dict[str, Any]]:
     jobs = [(case, way) for case in asked.cases for way in asked.ways]
     one_at_a_time = threading.Lock()
 
-    def one(number: int, case: str, way: str) -> None:
-        lesson = dataclasses.asdict(dataclasses.replace(asked.lesson, case=case))
+    def one(number: int, case: str, way: str, start: str | None) -> None:
+        lesson = dataclasses.asdict(dataclasses.replace(asked.lesson, case=case, start=start))
         keywords = WAYS[way]
         job = Job(kind="learn", label=f"{case}, {way}", engine=way, keywords=keywords or {}, settings=lesson)
         with screen.working(job.label, f"{number}/{len(jobs)}") as told:
@@ -56,10 +58,20 @@ def run(asked: Run, files: Files) -> list[dict[str, Any]]:
             files.body["machine"] = files.body["machine"] or outcome.machine
             files.write(curves=_sorted(known, jobs))
 
-    with ThreadPoolExecutor(asked.at_once) as pool:
-        for done in [pool.submit(one, number, *job) for number, job in enumerate(jobs, start=1)]:
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(asked.at_once) as pool:
+        start = _begin(asked, Path(folder)) if "fine-tune" in asked.cases else None
+        for done in [pool.submit(one, number, *job, start) for number, job in enumerate(jobs, start=1)]:
             done.result()
     return _sorted(known, jobs)
+
+
+def _begin(asked: Run, folder: Path) -> str | None:
+    """The file of what all fine-tunes begin with; None: that failed, and each of them will say why."""
+    lesson = dataclasses.replace(asked.lesson, case="fine-tune", start=str(folder / "start.pt"))
+    job = Job(kind="begin", label="before the fine-tunes", engine=PLAIN, settings=dataclasses.asdict(lesson))
+    with screen.working(job.label, "0") as told:
+        outcome = process.run(job, asked.limit, told)
+    return lesson.start if outcome.result is not None else None
 
 
 def _sorted(known: Sequence[dict[str, Any]], jobs: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:

@@ -196,6 +196,11 @@ def learn(job: Job, events: Events) -> dict[str, Any]:
     return learning.learn(learning.Lesson(**job.settings), keywords, lambda done, of: events.news("learn", done, of))
 
 
+def begin(job: Job, events: Events) -> dict[str, Any]:
+    events.phase("begin")
+    return learning.begin(learning.Lesson(**job.settings), lambda done, of: events.news("begin", done, of))
+
+
 def update(job: Job, events: Events) -> dict[str, Any]:
     events.phase("update")
     return {"rows": updating.measure(updating.Case(**job.settings), lambda text: events.say(news=text))}
@@ -208,6 +213,7 @@ KINDS: dict[str, Callable[[Job, Events], dict[str, Any]]] = {
     "plan": search_by_plan,
     "fit": search_by_trying,
     "learn": learn,
+    "begin": begin,
     "update": update,
 }
 

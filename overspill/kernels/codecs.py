@@ -16,7 +16,8 @@ everywhere.
 Note [Rounding by chance]: what is cut off is made up for by adding a random number below the cut before cutting, so
 that the expected value is the value itself: a small step is not lost every time, but taken sometimes. A first moment
 below the range of its block becomes the smallest number of the range, or zero, by chance. A second moment that is not
-zero never becomes zero: a step would be divided by next to nothing.
+zero never becomes zero, or a step would be divided by next to nothing; but for those below 2^-129, by chance, which are
+nothing beside any eps.
 
 Note [Chance]: the random bits of an element come from its place in its parameter, the parameter's number and the step,
 by a hash of integers: not from a generator, so it does not matter who updates it, when, or beside what.

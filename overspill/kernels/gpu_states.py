@@ -54,7 +54,8 @@ def load_state(field, tops, at, inside, FORMAT: tl.constexpr, SIGNED: tl.constex
         if SIGNED:
             code = code.to(tl.int8, bitcast=True).to(tl.int32)
             found = _float(tl.maximum((top << 4) + (15 - 127) + tl.abs(code), 0) << 19)
-            return tl.where(code == 0, 0.0, tl.where(code < 0, -found, found))
+            # Not a minus, which would make zero of a negative zero.
+            return tl.where(code == 0, 0.0, tl.where(code < 0, found * -1.0, found))
         else:
             code = code.to(tl.int32)
             found = _float(tl.maximum((top << 3) + (7 - 255) + code, 0) << 20)

@@ -77,7 +77,7 @@ class LossScale:
         verdict, self._last = self._last, None
         if verdict is None:
             return
-        if verdict.after is not None:
+        if verdict.after is not None and not verdict.after.query():
             verdict.after.synchronize()
         skip, value, good = verdict.told.tolist()
         verdict.skipped = bool(skip)

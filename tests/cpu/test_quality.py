@@ -70,11 +70,11 @@ def test_a_table_and_a_picture(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sizes = ["--steps", "4", "--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "32", "--batch", "2"]
-    ways = ["--cases", "train", "--states", "exact,compact", "--at-once", "2"]
+    ways = ["--cases", "train,fine-tune", "--states", "exact,compact", "--at-once", "2"]
     told = here("bench", "quality", *sizes, *ways, "--out", "found.json")
     assert "compact" in told and "beside exact" in told
     body = json.loads(Path("found.json").read_text())
-    assert [r["way"] for r in body["curves"]] == ["exact", "compact"] and all(r["ok"] for r in body["curves"])
+    assert [r["way"] for r in body["curves"]] == ["exact", "compact"] * 2 and all(r["ok"] for r in body["curves"])
     assert body["what"] == "overspill bench quality" and Path("found.png").exists()
 
 
@@ -90,3 +90,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_refused(told: list[str], why: str) -> None:
     with pytest.raises(OptionError, match=why):
         here("bench", "quality", *told)
+
+
+@pytest.mark.full
+def test_fine_tunes_begin_with_what_one_made_for_all(tmp_path: Path) -> None:
+    alone = learned("exact", case="fine-tune", steps=6)
+    start = str(tmp_path / "start.pt")
+    learning.begin(dataclasses.replace(TINY, case="fine-tune", steps=6, start=start), lambda done, of: None)
+    assert learned("exact", case="fine-tune", steps=6, start=start) == alone

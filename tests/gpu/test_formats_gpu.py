@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import overspill
-from overspill.kernels import codecs
+from overspill.kernels import codecs, executors
 from overspill.kernels.elements import Addresses, Elements
+from overspill.kernels.reference import ieee_root, rule_of
 from tests import small
 from tests.cpu.test_native import KINDS, RULES, _same, elements, expected, expected_in, packed, part
 from tests.cpu.test_native import differing as unlike
@@ -28,6 +29,7 @@ def moved(on: Elements, device: str) -> Elements:
         gradient=on.gradient.to(device),
         factors=[f.to(device) for f in on.factors],
         arrays=[a.to(device) for a in on.arrays],
+        skip=None if on.skip is None else on.skip.to(device),
     )
 
 
@@ -64,6 +66,7 @@ def addresses(on: Elements) -> Addresses:
         on.format,
         on.first,
         on.key,
+        None if on.skip is None else on.skip.data_ptr(),
     )
 
 
@@ -90,6 +93,43 @@ def test_by_addresses_alone(rule: str, format: str, kinds: tuple[torch.dtype, to
     odd = at._replace(gradient=at.gradient + there.gradient.itemsize)
     assert not gpu.QUICK[name](odd, hypers, step), "an odd place"
     assert not gpu.QUICK[name](at._replace(first=1 << 31), hypers, step), "a number of more bits"
+
+
+@pytest.mark.parametrize("format", ["exact", "bf16", "compact"])
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_skipped_stays(rule: str, format: str) -> None:
+    """By a number on the device, also where a kernel is launched by addresses; not where that is zero, or missing."""
+    from overspill.kernels import gpu
+
+    name, _, hypers = RULES[rule]
+    for count in (20000, 20011):
+        on = elements(rule, count, (torch.bfloat16, torch.bfloat16))
+        on = on if format == "exact" else packed(rule, on, format)
+        known = on_gpu(rule, on, 7)
+        assert unlike(known, on, rule) != []
+        for skip, then in ((0.0, known), (1.0, on)):
+            assert unlike(on_gpu(rule, replace(on, skip=torch.tensor(skip)), 7), then, rule) == [], (count, skip)
+            there = moved(replace(on, key=codecs.key_of(NUMBER, 7), skip=torch.tensor(skip)), "cuda")
+            if gpu.QUICK[name](addresses(there), hypers, 7):
+                assert unlike(moved(there, "cpu"), then, rule) == [], (count, skip)
+            else:
+                assert count % 16 or max(on.first, count) >= 1 << 31
+
+
+def test_a_negative_zero_stays_one() -> None:
+    """Of a momentum whose code is that of nothing below zero."""
+    from overspill.kernels import gpu
+
+    hypers = {"lr": 0.01, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": True}
+    arrays = [torch.zeros(128, dtype=torch.int8).view(torch.uint8), torch.zeros(1, dtype=torch.uint8)]
+    on = Elements(torch.ones(128), None, torch.zeros(128), (), arrays, "compact")
+    there = moved(on, "cuda")
+    rule = rule_of(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01, momentum=0.9, maximize=True))
+    for step in (1, 2):
+        here, there = replace(on, key=codecs.key_of(NUMBER, step)), replace(there, key=codecs.key_of(NUMBER, step))
+        executors.in_torch(rule, ieee_root, replace(here, gradient=torch.zeros(128)), hypers, step)
+        gpu.RULES["sgd"](there, hypers, step)
+        assert arrays[0].tolist() == there.arrays[0].tolist(), step
 
 
 def test_every_length_at_odd_places() -> None:

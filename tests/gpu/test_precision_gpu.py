@@ -12,7 +12,9 @@ import overspill
 from overspill.kernels import masters
 from overspill.kernels.reference import ieee_root, rule_of
 from overspill.program import Kind
+from overspill.runtime import steps
 from tests import small
+from tests.cpu import test_skipped
 from tests.gpu.test_parity_gpu import on_gpu
 from tests.places import PLACES, prepare_tight
 from tests.reference import Mixed, Recipe, differing, same_bits, train, weights
@@ -202,3 +204,30 @@ def test_a_loaded_checkpoint_steps_on(place: str, precision: str, tmp_path: Path
         found.append((losses, weights(model)))
     assert found[0][0] == found[1][0]
     assert differing(found[0][1], found[1][1]) == []
+
+
+@pytest.mark.parametrize("way", test_skipped.WAYS)
+@pytest.mark.parametrize("place", ["device", "host", "states"])
+def test_hearing_later_of_skipped_steps_changes_no_bit(
+    way: str, place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("overspill.runtime.scaling.INTERVAL", 2)
+    later = test_skipped.trained(place, tmp_path, gpu="1GiB", **test_skipped.WAYS[way])
+    monkeypatch.setattr(steps, "HEARS_LATER", set())
+    test_skipped.check(later, test_skipped.trained("device", tmp_path, gpu="1GiB", **test_skipped.WAYS[way]))
+    assert later[0][2] >= 4
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_step_does_not_wait_for_its_gradients(precision: str, tmp_path: Path) -> None:
+    model, optimizer = test_skipped.prepare("states", tmp_path, gpu="1GiB", precision=precision)
+    batch = {k: v.cuda() for k, v in next(small.batches()).items()}
+    for size in (1.0, 1e30, 1.0, 1.0):
+        model(**batch, size=size, skip=None).backward()
+        optimizer.clip_grad_norm_(1.0)
+        torch.cuda._sleep(500_000_000)
+        optimizer.step()
+        assert not torch.cuda.current_stream().query(), "the host waited"
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+    assert optimizer.report()["skipped"] == (precision == "fp16")
