@@ -1,6 +1,8 @@
 """Notices when a prepared model gets other parameters or modules than it was prepared with."""
 
+import itertools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -9,31 +11,45 @@ from overspill.errors import ModelError
 
 
 class ShapeWatch:
-    """Remembers which objects each module holds; `check` costs about a microsecond a module."""
+    """Remembers which objects each module holds. `check` looks at all of them at once, a tenth of a microsecond each;
+    module by module only where something differs."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held = [
-            (path, module, dict(module._parameters), dict(module._modules)) for path, module in model.named_modules()
-        ]
+        paths, self._modules = zip(*model.named_modules(), strict=True)
+        held = [(dict(module._parameters), dict(module._modules)) for module in self._modules]
+        self._held = [(path, *each) for path, each in zip(paths, held, strict=True)]
+        self._params, self._children = (_Held([each[i] for each in held]) for i in (0, 1))
 
     def check(self, call: bool = False) -> None:
         """`call`: a call begins, in which torch.func.functional_call may stand other tensors in for parameters. What
         stands there at `step()` was put there to stay."""
-        for path, module, params, children in self._held:
-            same = module._parameters.keys() == params.keys() if call else _same(module._parameters, params)
-            if same and _same(module._modules, children):
-                continue
-            name = _difference(module._parameters, params) or _difference(module._modules, children)
-            raise ModelError(
-                f"expected the parameters and modules that the model had at prepare, found {path + '.' if path else ''}"
-                f"{name}; call overspill.close(model), change the model, and call overspill.prepare again"
-            )
+        same = self._params.are([module._parameters for module in self._modules], by_name=call)
+        if same and self._children.are([module._modules for module in self._modules]):
+            return
+        for (path, params, children), module in zip(self._held, self._modules, strict=True):
+            named = call and module._parameters.keys() == params.keys()
+            name = ("" if named else _difference(module._parameters, params)) or _difference(module._modules, children)
+            if name:
+                raise ModelError(
+                    "expected the parameters and modules that the model had at prepare, found "
+                    f"{path + '.' if path else ''}{name}; call overspill.close(model), change the model, and call "
+                    "overspill.prepare again"
+                )
 
 
-def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
-    if now.keys() != then.keys():
-        return False
-    return not then or all(map(operator.is_, map(now.get, then), then.values()))
+class _Held:
+    """What some dictionaries hold."""
+
+    def __init__(self, held: Sequence[dict[str, Any]]) -> None:
+        self._counts = list(map(len, held))
+        self._names = list(itertools.chain.from_iterable(held))
+        self._values = list(itertools.chain.from_iterable(map(dict.values, held)))
+
+    def are(self, now: Sequence[dict[str, Any]], by_name: bool = False) -> bool:
+        """Whether they are the same objects under the same names, in the same order; or only the names."""
+        if list(map(len, now)) != self._counts or list(itertools.chain.from_iterable(now)) != self._names:
+            return False
+        return by_name or all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, now)), self._values))
 
 
 def _difference(now: dict[str, Any], then: dict[str, Any]) -> str:
