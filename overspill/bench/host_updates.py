@@ -10,8 +10,11 @@ from overspill.bench.jobs import Job
 from overspill.bench.models import said
 from overspill.bench.results import Files
 from overspill.bench.rows import GB, aligned
-from overspill.bench.updating import BARE, BYTES, MEMORY, OURS, Case
+from overspill.bench.updating import BARE, BYTES, MEMORY, OURS, WHOLE, Case
 from overspill.errors import OptionError
+
+PAPER = {10**9: 0.22, 2 * 10**9: 0.51, 4 * 10**9: 1.03, 8 * 10**9: 2.41, 10**10: 2.57}
+"""Parameters -> seconds that ZeRO-Offload's own Adam took on 48 cores of its authors (two Xeon 8168; table 4)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +45,7 @@ def run(asked: Run, files: Files) -> list[dict[str, Any]]:
             raise OptionError(f"expected {label} to be measured, found that it ended: {outcome.reason}")
         known += sorted(outcome.result["rows"], key=lambda row: row["count"])
         files.body["machine"] = files.body["machine"] or outcome.machine
-        files.write(updates=known, ratios=ratios(known))
+        files.write(updates=known, ratios=ratios(known), paper=beside_the_paper(known))
     return known
 
 
@@ -63,6 +66,21 @@ def ratios(known: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def beside_the_paper(known: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Seconds of ours, bare and whole, where ZeRO-Offload's authors tell theirs; None: not measured."""
+    ours = {(r["cores"], r["count"], r["kind"]): r["seconds"] for r in known if r["engine"] == OURS and r["ok"]}
+    places = sorted({(cores, count) for cores, count, _ in ours if count in PAPER})
+    return [
+        {
+            "count": count,
+            "cores": cores,
+            "paper": PAPER[count],
+            **{k: ours.get((cores, count, k)) for k in (BARE, WHOLE)},
+        }
+        for cores, count in places
+    ]
+
+
 def summary(known: Sequence[Mapping[str, Any]]) -> str:
     lines = [["parameters", "what", "engine", "cores", "G/s", "ms", "GB/s at least"]]
     for row in known:
@@ -79,4 +97,9 @@ def summary(known: Sequence[Mapping[str, Any]]) -> str:
         parts += [f"{over:.2f}x the fastest other"] if over else []
         parts += [f"{100 * share:.0f} % of the memory's own rate"] if share else []
         told.append(" ".join(parts))
+    table = [["parameters", "cores", "bare, s", "whole, s", "ZeRO-Offload's on 48 cores, s"]]
+    for row in beside_the_paper(known):
+        cells = ["-" if row[k] is None else f"{row[k]:.3f}" for k in (BARE, WHOLE)]
+        table.append([said(row["count"]), str(row["cores"]), *cells, f"{row['paper']:.2f}"])
+    told += [f"\n{aligned(table)}"] if len(table) > 1 else []
     return "\n".join(told)

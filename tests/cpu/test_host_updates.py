@@ -115,3 +115,23 @@ def test_what_is_refused() -> None:
         here("bench", "update", "--engine", "numpy")
     with pytest.raises(OptionError, match="--cores from 1 to the"):
         here("bench", "update", "--cores", "10000")
+
+
+def test_the_paper_s_table_stands_beside_ours() -> None:
+    alike = {"engine": "ours", "cores": 16, "ok": True, "per_second": 4e9}
+    known = [
+        {**alike, "kind": BARE, "count": 10**9, "seconds": 0.25},
+        {**alike, "kind": WHOLE, "count": 10**9, "seconds": 0.125},
+        {**alike, "kind": WHOLE, "count": 8 * 10**9, "seconds": 1.5},
+        {**alike, "kind": BARE, "count": 8 * 10**9, "seconds": 0.0, "ok": False, "reason": "too large"},
+        {**alike, "kind": BARE, "count": 5 * 10**8, "seconds": 0.1},
+    ]
+    assert host_updates.beside_the_paper(known) == [
+        {"count": 10**9, "cores": 16, "paper": 0.22, BARE: 0.25, WHOLE: 0.125},
+        {"count": 8 * 10**9, "cores": 16, "paper": 2.41, BARE: None, WHOLE: 1.5},
+    ]
+    told = host_updates.summary(known).splitlines()
+    assert [line.split() for line in told[-2:]] == [
+        ["1.00B", "16", "0.250", "0.125", "0.22"],
+        ["8.00B", "16", "-", "1.500", "2.41"],
+    ]
