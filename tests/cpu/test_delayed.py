@@ -246,7 +246,9 @@ def test_bf16_is_the_same_everywhere(paged: bool, tmp_path: Path) -> None:
     check(found[2], found[0])
 
 
-@pytest.mark.parametrize("way", ["lengths", "zeroed late", "evaluated"])
+@pytest.mark.parametrize(
+    "way", ["lengths", *(pytest.param(w, marks=pytest.mark.full) for w in ("zeroed late", "evaluated"))]
+)
 @pytest.mark.parametrize(
     "room", [pytest.param(room, marks=() if room == 8 else pytest.mark.full) for room in (4, 8, 12, 20, 40)]
 )

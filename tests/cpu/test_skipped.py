@@ -32,7 +32,7 @@ class Loss(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) * size
 
 
-@pytest.fixture(params=[True, False], ids=["ahead", "on demand"])
+@pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.full)], ids=["ahead", "on demand"])
 def later(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
     """Says whether the host hears later, as on a GPU."""
     monkeypatch.setattr(parts, "PAGED", {"cpu"} if request.param else set())
