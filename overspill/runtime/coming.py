@@ -33,8 +33,8 @@ class Coming:
         self._nbytes = 0
         self._key = (-1, -1, 0)
         """What those that wait have in common: the backward pass at whose end none will, the unit, the stream."""
-        self._room: object = None
-        """What is held for them."""
+        self._announced = 0
+        """Bytes that will be asked for, for their room."""
 
     def add(self, generation: Generation, value: Tensor) -> bool:
         """Whether there is room for it."""
@@ -48,8 +48,7 @@ class Coming:
                 Variable._execution_engine.queue_callback(self._end)
             self._key = key
         if not self._found:
-            # Now, so that whoever has lent the memory of gradients gives it back meanwhile.
-            self._room = self._rooms.room(generation.unit, generation.param)
+            self._announced = self._rooms.announce(generation.unit, generation.param)
         self._found.append((generation, value))
         self._nbytes += value.nbytes
         if task == -1 or len(self._found) == self._expected[generation.unit] or self._nbytes > self._most:
@@ -59,12 +58,13 @@ class Coming:
     def take(self) -> None:
         """Nothing waits any more."""
         found, self._found, self._nbytes = self._found, [], 0
+        self._rooms.loans.want(-self._announced)
+        self._announced = 0
         # Something may have been added to one, which has other bytes then.
         still = [(generation, value) for generation, value in found if generation.value is value]
         places = self._rooms.move_in_together([(g.unit, g.param, value) for g, value in still], self._key[2])
         for (generation, _), place in zip(still, places, strict=True):
             generation.value = place
-        self._room = None
 
     def _end(self) -> None:
         """Of a backward pass."""

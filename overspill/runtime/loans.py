@@ -32,7 +32,7 @@ class Loans:
         self._gradients = 0
         self._lent = 0
         self._wanted = 0
-        """Bytes that somebody waits for."""
+        """Bytes that somebody waits for, or will."""
         self.paused = False
         """Nothing is lent, while activations are measured."""
         self.stream: torch.cuda.Stream | None = None
@@ -76,6 +76,11 @@ class Loans:
             self._changed.notify_all()
 
     # --- gradients
+
+    def want(self, nbytes: int) -> None:
+        """So many bytes more will be asked for soon, or fewer."""
+        with self._changed:
+            self._wanted += nbytes
 
     def add_gradients(self, nbytes: int) -> None:
         """They are about to have memory."""

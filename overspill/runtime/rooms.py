@@ -113,16 +113,23 @@ class Rooms:
             one, two = (torch.cuda.ExternalStream(each, self._device) for each in (stream, other))
             one.wait_stream(two)
 
-    def room(self, unit: int, param: int) -> _Room:
-        """The unit's memory that a gradient would have a place in."""
+    def announce(self, unit: int, param: int) -> int:
+        """A gradient will come: whoever has lent its memory may give it back meanwhile. How many bytes are wanted for
+        it."""
+        nbytes = self._sizes[unit] if self._last(unit, param) is None else 0
+        self.loans.want(nbytes)
+        return nbytes
+
+    def _last(self, unit: int, param: int) -> _Room | None:
+        """The room that a gradient has a place in; None: it needs a new one."""
         last = self._rooms[unit]() if unit in self._rooms else None
-        return last if last is not None and param not in last.taken else self._new(unit)
+        return None if last is None or param in last.taken else last
 
     def _place(self, unit: int, param: int) -> Tensor:
         """Where a gradient lives from now on."""
         begin, shape, stride, dtype = self._places[unit][param]
         assert dtype is not None, "it has room"
-        room = self.room(unit, param)
+        room = self._last(unit, param) or self._new(unit)
         self._follow(self.current_stream(), room.stream)
         room.taken.add(param)
         array = room.of(dtype)

@@ -338,8 +338,9 @@ def test_the_memory_of_gradients_is_asked_for_with_the_first(monkeypatch: pytest
     loans, counts = overspill.api._engine(model).parts.made.grads.rooms.loans, list[tuple[int, int]]()
     for i, unit in enumerate(overspill.api._engine(model).units):
         for p in unit.params:
-            p.register_post_accumulate_grad_hook(lambda p, i=i: counts.append((i, loans._gradients)))
+            p.register_post_accumulate_grad_hook(lambda p, i=i: counts.append((i, loans._gradients + loans._wanted)))
     of_length(model, 5, 0).backward()
     firsts = dict(reversed(counts))
     lasts = dict(counts)
     assert firsts == lasts and len(set(lasts.values())) == len(lasts)
+    assert not loans._wanted
