@@ -18,7 +18,7 @@ from overspill.errors import BudgetError, OptionError, OverspillError, RankError
 from overspill.kernels.cpu import How
 from overspill.kernels.masters import KEPT
 from overspill.kernels.reference import Rule, rule_of
-from overspill.plan.hands import STREAMED, Chosen, Speeds, choose, sizes_of
+from overspill.plan.hands import STREAMED, Chosen, Speeds, choose, rate_of_cores, sizes_of
 from overspill.plan.memory import Request
 from overspill.plan.plan import Plan
 from overspill.plan.solver import finish, improve, page_sizes, solve
@@ -297,14 +297,15 @@ def _hands(model: ModelSpec, ground: Ground) -> Chosen:
     ours = model.format.fields is not None and model.format.master == torch.int16
     if ground.device.type not in parts.CORES or not ours or how is None or sizes is None:
         return STREAMED
-    from overspill.tiers.known import known_rates
+    from overspill.tiers.known import by_format, known_rates
 
     known = known_rates() if ground.machine is None else None
-    if known is None or known.both is None or known.dram is None or known.cores is None:
+    cores = rate_of_cores(model, by_format(known)) if known is not None else None
+    if known is None or known.both is None or known.dram is None or cores is None:
         return choose(None, sizes)
     # Measured with all cores and memory of the machine, of which every rank has a share; see runtime/cores.py.
     share = cores_used(how.threads) / len(os.sched_getaffinity(0))
-    return choose(Speeds(known.both, known.dram / ground.locals, known.cores * share), sizes)
+    return choose(Speeds(known.both, known.dram / ground.locals, cores * share), sizes)
 
 
 def improved(

@@ -10,7 +10,8 @@ from torch import nn
 
 import overspill
 from overspill.bench import timing, updating
-from overspill.kernels import cpu
+from overspill.kernels import codecs, cpu
+from overspill.kernels.elements import Elements
 from overspill.tiers import host_available, rates
 
 _LAYERS, _WIDTH, _SMALL_WIDTH = 8, 4096, 256
@@ -26,19 +27,35 @@ def measurements(device: torch.device, nvme: str | None) -> Iterator[tuple[str, 
     yield "host memory", lambda: {"dram": rates.dram(small)}
     yield "update", lambda: {"update": update(device)}
     if cpu.How.best() is not None:
-        yield "update on cores", lambda: {"cores": updated_by_cores(small)}
+        yield "update on cores", lambda: updated_by_cores(small)
     if nvme is not None:
         yield "disk", partial(rates.disk, Path(nvme), small)
     # The last one, because some virtual machines announce instructions for it that end the process.
     yield "matrix product", lambda: {"matmul": rates.matmul(device)}
 
 
-def updated_by_cores(small: bool) -> float:
-    """Elements per second, from bf16 gradients to bf16 weights, of exact states."""
+def updated_by_cores(small: bool) -> dict[str, float]:
+    """Elements per second, from bf16 gradients to bf16 weights, of states in every format."""
     count = _SMALL_COUNT if small else max(_SMALL_COUNT, min(_COUNT, host_available() // (4 * _ELEMENT)))
     (found,) = updating.measure(updating.Case(counts=(count,), kinds=(updating.WHOLE,), rounds=_ROUNDS))
     assert found["ok"], found["reason"]
-    return float(found["per_second"])
+    others = {f"cores_{format}": _in_format(format, count) for format in ("bf16", "compact")}
+    return {"cores": float(found["per_second"]), **others}
+
+
+def _in_format(format: str, count: int) -> float:
+    how, kept = cpu.How.best(), torch.int8 if format == "compact" else torch.int16
+    assert how is not None, "there is a native library"
+    weight, gradient = (torch.full((count,), value, dtype=torch.bfloat16) for value in (0.5, 1e-2))
+    sizes = [count, codecs.blocks_of(count)] if format == "compact" else [count]
+    arrays = [torch.zeros(size, dtype=cpu.FORMATS[format]) for _ in ("m", "v") for size in sizes]
+    on = Elements(weight, torch.zeros(count, dtype=kept), gradient, (), arrays, format)
+    best = 0.0
+    for step in range(1, _ROUNDS + 1):
+        with timing.Stopwatch() as watch:
+            cpu.RULES["adam"](on, updating.HYPERS, step, how)
+        best = max(best, count / watch.seconds)
+    return best
 
 
 def update(device: torch.device) -> float:

@@ -26,6 +26,8 @@ UNITS = {
     "matmul": ("bf16 matrix product", 1e12, "TFLOP/s"),
     "update": ("AdamW update on the device", 1e9, "G elements/s"),
     "cores": ("AdamW update on the host's cores", 1e9, "G elements/s"),
+    "cores_bf16": ("the same, states in bf16", 1e9, "G elements/s"),
+    "cores_compact": ("the same, compact states", 1e9, "G elements/s"),
 }
 """How each rate is called, and shown."""
 DISK = ("disk_read", "disk_write")

@@ -11,10 +11,10 @@ Note [Who updates]. For an element with `s` bytes of state, `w` of weight and `g
 Both share the link and the memory. The cores pay where the link is slow beside them; where it takes most of what the
 memory gives, they are in its way. Computed gains are not always had (docs/log.md), so the GPU does it alone unless the
 cores are to make it a quarter faster.
-
-The rate of the cores is that of exact states; smaller ones are taken to be as fast.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from overspill.specs import Hands, ModelSpec, Placement
@@ -106,6 +106,16 @@ def sizes_of(model: ModelSpec) -> Sizes | None:
                 weights += part.numel * spec.dtype.itemsize
                 gradients += part.numel * spec.grad_item
     return Sizes(states / elements, weights / elements, gradients / elements) if elements and states else None
+
+
+def rate_of_cores(model: ModelSpec, rates: Mapping[str, float | None]) -> float | None:
+    """Elements per second, of a model with states in these formats; None: one of them was not measured."""
+    elements: Counter[str] = Counter()
+    for page in (page for unit in model.units for page in unit.pages):
+        elements[page.format.name] += sum(part.numel for part in page.parts)
+    known = {format: rates.get(format) for format in elements}
+    seconds = [count / rate for format, count in elements.items() if (rate := known[format])]
+    return sum(elements.values()) / sum(seconds) if seconds and len(seconds) == len(elements) else None
 
 
 def is_shareable(placement: Placement) -> bool:

@@ -33,7 +33,15 @@ class Rates:
     update: float | None = None
     """Elements that an AdamW update of overspill passes over, where everything is on the device."""
     cores: float | None = None
-    """Elements that it passes over where everything is in host memory, by all cores."""
+    """Elements that it passes over where everything is in host memory, by all cores; of exact states."""
+    cores_bf16: float | None = None
+    cores_compact: float | None = None
+    """The same, of states in these formats."""
+
+
+def by_format(rates: Rates) -> dict[str, float | None]:
+    """What the cores update, by the format of states."""
+    return {"exact": rates.cores, "bf16": rates.cores_bf16, "compact": rates.cores_compact}
 
 
 def cache() -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +90,15 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return keep
 
 
-@pytest.mark.skipif(cpu.library() is None, reason="no native library")
-def test_a_plan_goes_by_what_was_measured(measured: Any, tmp_path: Path) -> None:
-    def planned() -> Any:
-        model, optimizer = prepare("states", tmp_path)
-        plan = optimizer.report()["plan"]
-        overspill.close(model)
-        return plan
+def planned(**keywords: Any) -> Any:
+    model, optimizer = prepare("states", Path(), **keywords)
+    plan = optimizer.report()["plan"]
+    overspill.close(model)
+    return plan
 
+
+@pytest.mark.skipif(cpu.library() is None, reason="no native library")
+def test_a_plan_goes_by_what_was_measured(measured: Any) -> None:
     assert planned().limits.hands == "streamed" and "overspill probe" in str(planned())
     measured(both=44e9, dram=70e9, cores=2.5e9, unknown=1.0)
     plan = planned()
@@ -161,3 +163,23 @@ def test_one_slot_is_too_few_to_share(measured: Any) -> None:
     gpu = smallest_budget(model, adamw(model), {"gpu": 1, "host": "64MiB"})
     plan = overspill.plan(model, adamw(model), gpu=gpu, host="64MiB")
     assert plan.limits.depth == 1 and plan.limits.hands == "streamed" and not plan.bytes_of("host", "updates on cores")
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="no native library")
+def test_the_cores_are_as_fast_as_they_were_with_states_of_that_format(measured: Any) -> None:
+    """Norms and embeddings are exact beside states in bf16, and each counts as much as there is of it."""
+    model = small.build()
+    spec = overspill.plan(model, adamw(model), precision="bf16", states="bf16", gpu="64MiB", host="64MiB").model
+    counts = Counter({"exact": 0, "bf16": 0})
+    for page in (page for unit in spec.units for page in unit.pages):
+        counts[page.format.name] += sum(part.numel for part in page.parts)
+    assert min(counts.values()) > 0
+    expected = sum(counts.values()) / (counts["exact"] / 2e9 + counts["bf16"] / 1e9)
+    assert hands.rate_of_cores(spec, {"exact": 2e9, "bf16": 1e9}) == pytest.approx(expected)
+    assert hands.rate_of_cores(spec, {"exact": 2e9, "bf16": None}) is None
+    measured(both=6e9, dram=50e9, cores=1.6e9)
+    assert planned(states="bf16").limits.hands == "streamed", "not measured"
+    measured(both=6e9, dram=50e9, cores=1.6e9, cores_bf16=1.6e9)
+    assert planned(states="bf16").limits.hands == "host"
+    measured(both=6e9, dram=50e9, cores=1.6e9, cores_bf16=1e7)
+    assert planned(states="bf16").limits.hands == "streamed", "far slower than the link"
