@@ -14,6 +14,7 @@ from overspill.bench.jobs import Job
 from overspill.bench.learning import CASES, PLAIN, Lesson
 from overspill.bench.results import Files
 from overspill.bench.rows import aligned
+from overspill.errors import OptionError
 
 WAYS: dict[str, Mapping[str, Any] | None] = {
     PLAIN: None,
@@ -66,12 +67,14 @@ def run(asked: Run, files: Files) -> list[dict[str, Any]]:
 
 
 def _begin(asked: Run, folder: Path) -> str | None:
-    """The file of what all fine-tunes begin with; None: that failed, and each of them will say why."""
+    """The file of what all fine-tunes begin with."""
     lesson = dataclasses.replace(asked.lesson, case="fine-tune", start=str(folder / "start.pt"))
     job = Job(kind="begin", label="before the fine-tunes", engine=PLAIN, settings=dataclasses.asdict(lesson))
     with screen.working(job.label, "0") as told:
         outcome = process.run(job, asked.limit, told)
-    return lesson.start if outcome.result is not None else None
+    if outcome.result is None:
+        raise OptionError(f"expected a model for the fine-tunes to begin with, found that it ended: {outcome.reason}")
+    return lesson.start
 
 
 def _sorted(known: Sequence[dict[str, Any]], jobs: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:

@@ -110,7 +110,8 @@ def _toward_(a: Tensor, b: Tensor, weight: float) -> None:
     if weight < 0.5:
         _fused_(a, b.sub(a), weight)
     else:
-        a.copy_(_fused_(b.clone(), b.sub(a), weight - 1))
+        way = b.sub(a)
+        _fused_(a.copy_(b), way, weight - 1)
 
 
 def need_field(field: str, fields: Sequence[Tensor], count: int) -> None:

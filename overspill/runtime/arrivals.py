@@ -7,16 +7,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
+from overspill.tiers import streams
 from overspill.units.unit import Unit
 
 
 class Arrivals:
     """Counts the gradients of each unit."""
 
-    def __init__(self, units: Sequence[Unit], groups: list[dict[str, Any]]) -> None:
+    def __init__(self, units: Sequence[Unit], groups: list[dict[str, Any]], device: torch.device) -> None:
         self._units = units
+        self._device = device
+        self._streams: dict[int, set[int]] = {}
+        """Which made the gradients of each unit, and used its weights for that."""
         place = {id(p): u for u, unit in enumerate(units) for p in unit.params}
         self.members: dict[int, list[tuple[int, list[nn.Parameter]]]] = {}
         """Unit -> (group, its parameters in that unit)."""
@@ -46,8 +51,17 @@ class Arrivals:
         if unit not in self._missing:
             self._missing[unit] = {id(p) for _, params in self.members[unit] for p in params}
         self._missing[unit].discard(id(self._units[unit].params[param]))
+        self._streams.setdefault(unit, set()).add(streams.current(self._device))
         return not self._missing[unit]
+
+    def wait(self, unit: int) -> None:
+        """What the current stream is given next comes behind all that makes the gradients of a unit. (At the end of a
+        backward pass autograd does so itself.)"""
+        here = streams.current(self._device)
+        for other in self._streams.get(unit, ()):
+            streams.follow(self._device, here, other)
 
     def forget(self) -> None:
         """The next pass belongs to another step."""
         self._missing.clear()
+        self._streams.clear()

@@ -14,6 +14,7 @@ from torch.autograd import Variable
 
 from overspill.runtime.generation import Generation
 from overspill.runtime.rooms import Rooms
+from overspill.tiers import streams
 from overspill.trace import own_time
 from overspill.units.unit import Unit
 
@@ -41,7 +42,7 @@ class Coming:
         if value.layout is not torch.strided or not self._rooms.has_room(generation.unit, generation.param, value):
             return False
         task = torch._C._current_graph_task_id()
-        key = (task, generation.unit, self._rooms.current_stream())
+        key = (task, generation.unit, streams.current(value.device))
         if key != self._key:
             self.take()
             if task not in (-1, self._key[0]):

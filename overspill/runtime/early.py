@@ -17,6 +17,7 @@ from overspill.runtime.updates import Job
 def early(engine: Engine, groups: list[dict[str, Any]]) -> Early:
     """As it was asked for."""
     itself, parts, units = weakref.proxy(engine), engine.parts, engine.units
+    arrivals = Arrivals(units, groups, engine.executor.lanes.device)
 
     def begin(unit: int, jobs: list[Job]) -> bool:
         if unit in itself.executor.state.pending:
@@ -25,7 +26,8 @@ def early(engine: Engine, groups: list[dict[str, Any]]) -> Early:
             if is_seen(itself.residency, units[unit]):
                 # Whoever holds views of weights would see them before their step.
                 return False
-        # An update reads its gradients where they are now.
+        # An update reads its gradients where they are now, and comes behind what the current stream was given.
+        arrivals.wait(unit)
         itself.parts.made.grads.moved_in()
         itself.parts.made.updates.put(unit, tuple(jobs))
         itself.executor(Due(frozenset((unit,))))
@@ -37,9 +39,9 @@ def early(engine: Engine, groups: list[dict[str, Any]]) -> Early:
     if parts.eager:
         consumed, made = engine.executor.program.limits.consumed, max(unit.spec.made_bytes for unit in units)
         room = consumed + made if consumed else 0
-        found = Eager(units, Arrivals(units, groups), groups, take, engine.executor.give_up)
+        found = Eager(units, arrivals, groups, take, engine.executor.give_up)
         found.room = room
         return found
     if parts.delay_after is not None:
-        return Delayed(units, Arrivals(units, groups), parts.delay_after, begin, parts.made.grads.bytes.keep)
+        return Delayed(units, arrivals, parts.delay_after, begin, parts.made.grads.bytes.keep)
     return Lazy()

@@ -46,11 +46,16 @@ class KernelUpdate:
         self._masters = masters
         self._addressing = Addressing(units, pages, masters)
         self._steps: Counter[tuple[int, int]] = Counter()
+        self._pending: dict[tuple[int, int], int] = {}
+        """The number of the step whose update is due, or was last: also where it turns out to be skipped, and does not
+        count."""
         self._aside: dict[tuple[int, int], Mapping[str, Any]] = {}
         """States of parameters that were trained before and are frozen now."""
 
     def due(self, unit: int, params: Sequence[int], count: int = 1) -> None:
         self._steps.update({(unit, param): count for param in params})
+        if count > 0:
+            self._pending.update({(unit, param): self._steps[unit, param] for param in params})
 
     def run(self, unit: int, page: int, shares: Sequence[Share]) -> None:
         memory = self._pages.make(unit, page)
@@ -61,7 +66,7 @@ class KernelUpdate:
             if share.skip is not None and not executor.fused and bool(share.skip):
                 # Where the device is the host, which knows it; else it waits, as it does for plain torch in any case.
                 continue
-            step = self._steps[unit, param]
+            step = self._pending[unit, param]
             key = codecs.key_of(self._first[unit] + param, step)
             if executor.quick is not None:
                 at = self._addressing.of((unit, page), memory, share, key)
@@ -103,7 +108,7 @@ class KernelUpdate:
             param, part = on.share.due.param, on.share.part
             kept, *arrays = arrays_of(spec, part, states)
             rest = kept if (unit, param) in self._masters else None
-            step = self._steps[unit, param]
+            step = self._pending[unit, param]
             key = codecs.key_of(self._first[unit] + param, step)
             elements = Elements(on.weight, rest, on.gradient, on.factors, arrays, spec.format.name, part.begin, key)
             cpu.RULES[self._rule.name](elements, on.share.hypers, step, how)

@@ -16,6 +16,7 @@ from torch import Tensor
 from overspill.runtime.generation import FLAT, Generation
 from overspill.runtime.loans import Loans
 from overspill.specs import align
+from overspill.tiers import streams
 from overspill.units.unit import Unit
 
 PIECES = {"cuda"}
@@ -30,7 +31,7 @@ class _Room:
         self._nbytes = nbytes
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.stream = stream
-        """Whose memory it is."""
+        """For which it was allocated: others may write to it behind what that one did with this memory before."""
         self._as: dict[torch.dtype, Tensor] = {}
         self.taken: set[int] = set()
 
@@ -96,22 +97,12 @@ class Rooms:
         one."""
         places = [self._place(unit, param) for unit, param, _ in found]
         if places:
-            here = self.current_stream()
-            self._follow(here, stream)
+            here = streams.current(self._device)
+            streams.follow(self._device, here, stream)
             torch._foreach_copy_(places, [value for *_, value in found])
             # Their memory is that stream's again.
-            self._follow(stream, here)
+            streams.follow(self._device, stream, here)
         return places
-
-    def current_stream(self) -> int:
-        """On which what is copied now is copied."""
-        return torch._C._cuda_getCurrentRawStream(self._device.index) if self._device.type == "cuda" else 0
-
-    def _follow(self, stream: int, other: int) -> None:
-        """What a stream is given next comes behind what another one was given."""
-        if stream != other:
-            one, two = (torch.cuda.ExternalStream(each, self._device) for each in (stream, other))
-            one.wait_stream(two)
 
     def announce(self, unit: int, param: int) -> int:
         """A gradient will come: whoever has lent its memory may give it back meanwhile. How many bytes are wanted for
@@ -130,7 +121,7 @@ class Rooms:
         begin, shape, stride, dtype = self._places[unit][param]
         assert dtype is not None, "it has room"
         room = self._last(unit, param) or self._new(unit)
-        self._follow(self.current_stream(), room.stream)
+        streams.follow(self._device, streams.current(self._device), room.stream)
         room.taken.add(param)
         array = room.of(dtype)
         found = array.as_strided(shape, stride, begin)
@@ -140,6 +131,6 @@ class Rooms:
 
     def _new(self, unit: int) -> _Room:
         self.loans.stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        room = _Room(self._sizes[unit], self._device, self.loans, self.current_stream())
+        room = _Room(self._sizes[unit], self._device, self.loans, streams.current(self._device))
         self._rooms[unit] = weakref.ref(room)
         return room

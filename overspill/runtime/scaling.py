@@ -10,8 +10,9 @@ are refused while a graph is recorded.
 Note [Skipped on the device]: whether a step's gradients are finite is known to the device only, and a host that waits
 for it is no longer ahead. So the scale lives on the device and is moved there; every update of the step reads the same
 flag there and does nothing where that is set. The host hears of it at the next `step()`, when it has long been known,
-and then takes back what it counted. Where the host decides anyway (over ranks, with the user's own optimizer, without
-a GPU) it waits, and a step that is skipped is not taken at all.
+or when somebody looks (a report, a state dict), who waits; then it takes back what it counted. Where the host decides
+anyway (over ranks, with the user's own optimizer, without a GPU) it waits, and a step that is skipped is not taken at
+all.
 """
 
 import copy
@@ -51,10 +52,11 @@ class LossScale:
 
     def __init__(self, device: torch.device) -> None:
         self._scale = torch.full((), INITIAL, dtype=torch.float32, device=device)
+        """Like `factor` never changed where somebody may have it: a graph of gradients keeps it."""
         self._good = torch.zeros((), dtype=torch.int32, device=device)
         """Steps since the scale last moved."""
         self.factor = self._scale.reciprocal()
-        """What undoes the scale: never changed in place."""
+        """What undoes the scale."""
         self._known = {"value": INITIAL, "good_steps": 0, "skipped": 0}
         """As of the last verdict that the host has heard."""
         self._last: Verdict | None = None
@@ -65,6 +67,7 @@ class LossScale:
         """A step is taken, or skipped because its gradients are not finite (fp32 [] on the device: 1.0): the scale
         moves."""
         self.hear()
+        self._scale = self._scale.clone()
         torch._amp_update_scale_(self._scale, self._good, skip, GROWTH, BACKOFF, INTERVAL)
         self.factor = self._scale.reciprocal()
         told = torch.stack((skip, self._scale, self._good.float())).to("cpu", non_blocking=True)
@@ -74,7 +77,7 @@ class LossScale:
 
     def hear(self) -> None:
         """Wait for the last verdict, and take back what was counted for a step that is skipped."""
-        verdict, self._last = self._last, None
+        verdict = self._last
         if verdict is None:
             return
         if verdict.after is not None and not verdict.after.query():
@@ -82,6 +85,7 @@ class LossScale:
         skip, value, good = verdict.told.tolist()
         verdict.skipped = bool(skip)
         self._known = {"value": value, "good_steps": int(good), "skipped": self._known["skipped"] + int(skip)}
+        self._last = None
         for take_back in verdict.counted if verdict.skipped else ():
             take_back()
 
@@ -94,7 +98,7 @@ class LossScale:
         self.hear()
         good, skipped = int(state["good_steps"]), int(state["skipped"])
         self._known = {"value": float(state["value"]), "good_steps": good, "skipped": skipped}
-        self._scale.fill_(self._known["value"])
+        self._scale = torch.full_like(self._scale, self._known["value"])
         self._good.fill_(good)
         self.factor = self._scale.reciprocal()
 
@@ -132,13 +136,18 @@ class LossScale:
 
 
 def _times(gradient: Tensor, number: Tensor) -> Tensor:
-    """A product in fp32, rounded once to what the gradient is; `number`: fp32 [] of its device, which a plain product
-    would round first, though 2**16 is more than fp16 has."""
+    """A product in fp32, rounded once to what the gradient is; `number`: fp32 [], which a plain product would round
+    first, though 2**16 is more than fp16 has."""
+    if gradient.device != number.device:
+        # Of an input or an output that is on the host; the host waits for it anyway.
+        number = number.to(gradient.device)
     if gradient.dtype not in (torch.float16, torch.bfloat16):
         return gradient * number
-    if gradient.requires_grad:
-        # Somebody goes through it once more.
+    of = torch._C._functorch
+    batched = of.is_functorch_wrapped_tensor(gradient) or of.is_legacy_batchedtensor(gradient)
+    if gradient.dtype != torch.float16 or gradient.requires_grad or batched:
         return (gradient.float() * number).to(gradient.dtype)
+    # The same without an fp32 copy; torch has it for fp16 only, and neither for graphs nor for transforms.
     found = gradient.clone(memory_format=torch.contiguous_format)
     torch._amp_foreach_non_finite_check_and_unscale_([found], torch.zeros_like(number), number)
     return found

@@ -218,11 +218,11 @@ class Updates:
 
     def _count(self, unit: int, due: list[int], verdict: Verdict | None) -> None:
         """A step was taken for these parameters, unless the verdict says otherwise, now or later."""
-        if verdict is None or verdict.skipped is False:
-            self._update.due(unit, due)
-        elif verdict.skipped is None:
-            self._update.due(unit, due)
+        self._update.due(unit, due)
+        if verdict is not None and verdict.skipped is None:
             verdict.counted.append(lambda: self._update.due(unit, due, -1))
+        elif verdict is not None and verdict.skipped:
+            self._update.due(unit, due, -1)
 
     def shares(self, unit: int, page: int) -> list[Share]:
         """What an update of a page has to do."""

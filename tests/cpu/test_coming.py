@@ -304,33 +304,6 @@ def test_updates_in_a_pass_find_gradients_in_their_room(place: str, monkeypatch:
     assert waiting and due and not any(due)
 
 
-def test_gradients_of_another_stream_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if one layer of each block ran on a stream of its own."""
-    now, made, followed, copies = [1], dict[int, int](), list[tuple[int, int]](), list[tuple[int, int]]()
-    add, together = Coming.add, torch._foreach_copy_
-
-    def adds(self: Coming, generation: Any, value: Tensor) -> bool:
-        now[0] = 2 if "up" in generation.spec.name else 1
-        made[value.data_ptr()] = now[0]
-        return add(self, generation, value)
-
-    def copy(places: list[Tensor], values: list[Tensor]) -> None:
-        for place, value in zip(places, values, strict=True):
-            room = getattr(place, rooms.ROOM)
-            copies.extend((now[0], other) for other in (made[value.data_ptr()], room.stream) if other != now[0])
-            assert all(each in followed for each in copies), "copied before what it waits for"
-        together(places, values)
-
-    monkeypatch.setattr(coming, "SHARE", 1)
-    monkeypatch.setattr(Coming, "add", adds)
-    monkeypatch.setattr(rooms.Rooms, "current_stream", lambda self: now[0])
-    monkeypatch.setattr(rooms.Rooms, "_follow", lambda self, *streams: followed.append(streams))
-    monkeypatch.setattr(torch, "_foreach_copy_", copy)
-    model, _ = prepared()
-    of_length(model, 5, 0).backward()
-    assert {(1, 2), (2, 1)} <= set(copies)
-
-
 def test_the_memory_of_gradients_is_asked_for_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has lent it gives it back while the others of the unit are made."""
     monkeypatch.setattr(coming, "SHARE", 1)

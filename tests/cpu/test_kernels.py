@@ -166,7 +166,10 @@ class Counting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("at_a_time", [None, {}], ids=["in blocks", "whole"])
-@pytest.mark.parametrize(("kind", "options"), [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(torch.optim.AdamW, {}), (torch.optim.AdamW, {"betas": (0.4, 0.9)}), (torch.optim.SGD, {"momentum": 0.9})],
+)
 def test_an_update_takes_no_more_than_is_planned(
     kind: Any, options: dict, at_a_time: dict | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,10 +177,10 @@ def test_an_update_takes_no_more_than_is_planned(
     if at_a_time is not None:
         monkeypatch.setattr(reference, "AT_A_TIME", at_a_time)
     optimizer = kind([nn.Parameter(torch.zeros(1))], lr=1e-3, **options)
-    rule, count = rule_of(optimizer), 1 << 16
+    rule, count = rule_of(optimizer), 1 << 18
     arrays = [torch.rand(count) for _ in rule.fields]
     on = Elements(torch.randn(count).bfloat16(), torch.zeros(count, dtype=torch.int16), torch.randn(count), (), arrays)
     with Counting() as counted:
         executors.in_torch(rule, reference.torch_root, on, optimizer.param_groups[0], 2)
-    gradient = 4 * count
-    assert 4 * count < counted.most + gradient <= KERNEL_WORKSPACE * 4 * count
+    with_gradient = counted.most / (4 * count) + 1
+    assert 10 <= with_gradient <= KERNEL_WORKSPACE if at_a_time is not None else 3 <= with_gradient <= 6

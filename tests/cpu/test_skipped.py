@@ -1,5 +1,6 @@
 """fp16: whether a step is skipped is known to the device only, and the host hears of it at the next one."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ import torch
 from torch import nn
 
 import overspill
-from overspill.runtime import parts, rooms, steps
+from overspill.kernels import executors
+from overspill.kernels.elements import Elements
+from overspill.kernels.numbers import NUMBERS
+from overspill.runtime import parts, rooms, scaling, steps
 from tests import small
 from tests.both import adamw
 from tests.places import PLACES
@@ -63,6 +67,21 @@ def trained(place: str, nvme: Path, look: int | None = None, clip: float = 1.0, 
         losses.append(float(loss.detach()))
     found = optimizer.report()
     return (losses, found["loss_scale"], found["skipped"]), seen, weights(model), _flat(optimizer.state_dict()["state"])
+
+
+LOOKS: dict[str, Callable[[nn.Module, Any], object]] = {
+    "report": lambda model, optimizer: optimizer.report(),
+    "state dict": lambda model, optimizer: optimizer.state_dict(),
+    "weights": lambda model, optimizer: model.state_dict(),
+    "settle": lambda model, optimizer: overspill.settle(model),
+    "evaluation": lambda model, optimizer: _evaluated(model),
+    "nothing": lambda model, optimizer: None,
+}
+
+
+def _evaluated(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(**next(small.batches()), size=1.0, skip=None)
 
 
 def _flat(states: dict[int, dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -144,15 +163,97 @@ def test_a_checkpoint_behind_a_skipped_step(later: Callable[[bool], None], tmp_p
     assert float(resumed.state_dict()["state"][0]["step"]) == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_gradients_are_scaled_with_one_rounding(dtype: torch.dtype) -> None:
-    from overspill.runtime.scaling import _times
+def fused(rule: Any, device: torch.device, format: str) -> executors.Executor:
+    """As a kernel on a GPU: it is told all numbers, and only then sees that there is nothing to do."""
+    plain = executors.executor_for(rule, device, format)
 
-    gradient = torch.randn(5, 7).to(dtype).t()
+    def run(on: Elements, hypers: Any, step: int) -> None:
+        NUMBERS[rule.name](hypers, step, on.fields)
+        gradient = on.gradient.float().clone()
+        for factor in on.factors:
+            gradient.mul_(factor)
+        if on.skip is None or not on.skip:
+            plain.run(dataclasses.replace(on, gradient=gradient, factors=()), hypers, step)
+
+    return executors.Executor(run, fused=True)
+
+
+@pytest.mark.parametrize("way", ["lazy", "delayed"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_first_step_that_is_skipped(
+    look: str, way: str, later: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And another one in a row, whoever looks in between: by kernels that know the step's number and nothing else."""
+    monkeypatch.setattr("overspill.runtime.kernel_update.executor_for", fused)
+
+    def trained() -> tuple[Any, ...]:
+        told = {**WAYS[way], "delay_after": 0} if way == "delayed" else {}
+        model, optimizer = prepare("states", tmp_path, **told)
+        for batch, size in zip(small.batches(), SIZES[3:8], strict=False):
+            model(**batch, size=size, skip=None).backward()
+            optimizer.step()
+            LOOKS[look](model, optimizer)
+            optimizer.zero_grad()
+        found = optimizer.report()
+        states = _flat(optimizer.state_dict()["state"])
+        return (found["loss_scale"], found["skipped"]), states, weights(overspill.close(model))
+
+    later(False)
+    expected = trained()
+    assert expected[0][1] >= 2
+    later(True)
+    check(trained(), expected)
+
+
+def gradients() -> dict[str, torch.Tensor]:
+    x = torch.randn(5, 7).half()
+    return {
+        "fp16": x.t(),
+        "bf16": x.bfloat16().t(),
+        "fp32": x.float(),
+        "fp64": x.double(),
+        "expanded": x[0].expand(3, 7),
+    }
+
+
+@pytest.mark.parametrize("kind", gradients())
+def test_gradients_are_scaled_with_one_rounding(kind: str) -> None:
+    gradient = gradients()[kind]
     for number in (2.0**16, 2.0**-16, 1.0, 3.0):
-        expected = (gradient.double() * number).float().to(dtype) if dtype != torch.float32 else gradient * number
-        assert torch.equal(_times(gradient, torch.tensor(number)), expected)
-        assert torch.equal(_times(gradient.expand(2, 7, 5), torch.tensor(number)), expected.expand(2, 7, 5))
+        exactly = gradient.double() * number
+        expected = exactly.to(gradient.dtype) if gradient.dtype.itemsize > 2 else exactly.float().to(gradient.dtype)
+        assert torch.equal(scaling._times(gradient, torch.tensor(number)), expected)
     again = gradient.clone().requires_grad_()
-    (found,) = torch.autograd.grad(_times(again, torch.tensor(2.0)).sum(), again)
+    (found,) = torch.autograd.grad(scaling._times(again, torch.tensor(2.0)).sum(), again)
     assert torch.equal(found, torch.full_like(found, 2.0))
+
+
+def test_jacobians_and_graphs_of_gradients(later: Callable[[bool], None], tmp_path: Path) -> None:
+    """Many gradients at once, which torch batches; and one that is used again when the scale has moved."""
+    later(True)
+
+    class Row(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.layer(x))
+
+    plain, model, x = Row(), Row(), torch.randn(4)
+    model, optimizer = overspill.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp16")
+    # Gradients of one, which the first scale is too large for.
+    overspill.api._engine(model).parts.scale.load({"value": 128.0, "good_steps": 0, "skipped": 0})
+    expected = torch.autograd.functional.jacobian(plain, x)
+    found = torch.autograd.functional.jacobian(model, x, vectorize=True)
+    assert torch.allclose(found, expected, rtol=0.01, atol=0.01)
+    x = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(model(x).float().square().sum(), x, create_graph=True)
+    model(x.detach()).float().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
+        first.square().sum().backward()
+    # Of weights that were updated, as in plain torch; not of the scale.
+    assert "[]" not in str(error.value)

@@ -12,7 +12,7 @@ import overspill
 from overspill.kernels import masters
 from overspill.kernels.reference import ieee_root, rule_of
 from overspill.program import Kind
-from overspill.runtime import steps
+from overspill.runtime import scaling, steps
 from tests import small
 from tests.cpu import test_skipped
 from tests.gpu.test_parity_gpu import on_gpu
@@ -221,13 +221,44 @@ def test_hearing_later_of_skipped_steps_changes_no_bit(
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_step_does_not_wait_for_its_gradients(precision: str, tmp_path: Path) -> None:
     model, optimizer = test_skipped.prepare("states", tmp_path, gpu="1GiB", precision=precision)
-    batch = {k: v.cuda() for k, v in next(small.batches()).items()}
-    for size in (1.0, 1e30, 1.0, 1.0):
+    batch, done = {k: v.cuda() for k, v in next(small.batches()).items()}, list[bool]()
+    for size in (1e-3, 1e-3, 1e30, 1e-3, 1e-3):
         model(**batch, size=size, skip=None).backward()
         optimizer.clip_grad_norm_(1.0)
-        torch.cuda._sleep(500_000_000)
+        torch.cuda._sleep(1_000_000_000)
         optimizer.step()
-        assert not torch.cuda.current_stream().query(), "the host waited"
+        done.append(torch.cuda.current_stream().query())
         optimizer.zero_grad()
         torch.cuda.synchronize()
+    assert not any(done[1:]), "the host waited"
     assert optimizer.report()["skipped"] == (precision == "fp16")
+
+
+@pytest.mark.parametrize("way", ["lazy", "delayed"])
+@pytest.mark.parametrize("look", test_skipped.LOOKS)
+def test_a_first_step_that_is_skipped(look: str, way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def trained() -> tuple[Any, ...]:
+        told = {"update": "delayed", "delay_after": 0} if way == "delayed" else {}
+        model, optimizer = test_skipped.prepare("states", tmp_path, gpu="1GiB", **told)
+        for batch, size in zip(small.batches(), test_skipped.SIZES[3:8], strict=False):
+            model(**batch, size=size, skip=None).backward()
+            optimizer.step()
+            test_skipped.LOOKS[look](model, optimizer)
+            optimizer.zero_grad()
+        found = optimizer.report()
+        states = test_skipped._flat(optimizer.state_dict()["state"])
+        return (found["loss_scale"], found["skipped"]), states, weights(overspill.close(model))
+
+    later = trained()
+    monkeypatch.setattr(steps, "HEARS_LATER", set())
+    test_skipped.check(later, trained())
+    assert later[0][1] >= 2
+
+
+def test_gradients_are_scaled_with_one_rounding() -> None:
+    for kind, gradient in test_skipped.gradients().items():
+        for number in (2.0**16, 2.0**-16, 3.0):
+            expected = scaling._times(gradient, torch.tensor(number))
+            there = torch.tensor(number, device="cuda")
+            assert torch.equal(scaling._times(gradient.cuda(), there).cpu(), expected), kind
+            assert torch.equal(scaling._times(gradient, there), expected), f"{kind}, on the host"
