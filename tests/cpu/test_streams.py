@@ -1,4 +1,4 @@
-"""Gradients that a branch of the model makes on a stream of its own: whoever uses them, or their memory, comes behind."""
+"""Gradients that a branch of the model makes on a stream of its own: whoever uses them or their memory comes behind."""
 
 from typing import Any
 
