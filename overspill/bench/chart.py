@@ -1,5 +1,6 @@
 """A picture of a result file: how fast every engine is, and what it takes."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from overspill.report.plot import INK, STYLE, TIER_COLORS
 OURS_COLOR, PEER_COLOR = "#c8553d", "#9fb3c8"
 WAY_COLORS = (INK, OURS_COLOR, "#3d7ea6", "#5b8c5a", "#8e6c8a")
 GB = 1e9
+TITLE = 72
+"""Letters in a line of a panel's title."""
 FLOOR = "compute"
 """The engine that nobody can overtake."""
 
@@ -51,16 +54,18 @@ def _curves(body: Mapping[str, Any]) -> Any:
     panels = figure.subplots(-(-len(cases) // 2), 2, squeeze=False).flatten()
     for axes, case in zip(panels, cases, strict=False):
         rows = [row for row in body["curves"] if row["case"] == case and row["ok"]]
-        lowest = min((loss for row in rows for _, loss in row["validation"]), default=0.0)
+        seen = [loss for row in rows for _, loss in row["validation"]]
+        lowest = min([*seen, *(loss for row in rows for loss in _smooth(row["losses"])[1])], default=0.0)
+        first = max(seen, default=1.0)
         for number, row in enumerate(rows):
             color, style = WAY_COLORS[number % len(WAY_COLORS)], ("-", "--", "-.", ":")[number % 4]
             axes.plot(*_smooth(row["losses"]), color=color, linewidth=0.8, alpha=0.35)
             name = f"{row['way']}: {row['final']:.4f}"
             axes.plot(*zip(*row["validation"], strict=True), color=color, linewidth=1.6, linestyle=style, label=name)
         # The beginning is high, and the same for all.
-        axes.set(title=f"{case}: {body['cases'][case]}", xlabel="step", ylabel="loss (validation: thick)")
-        axes.title.set_fontsize(9)
-        axes.set_ylim(lowest - 0.08, lowest + 1.2)
+        axes.set(xlabel="step", ylabel="loss (validation: thick)")
+        axes.set_title(textwrap.fill(f"{case}: {body['cases'][case]}", TITLE), fontsize=9)
+        axes.set_ylim(lowest - 0.03, min(lowest + 1.2, first + 0.1))
         axes.legend(loc="upper right", title="states, and last validation loss")
     for axes in panels[len(cases) :]:
         axes.set_axis_off()
