@@ -60,13 +60,14 @@ def _number(x: float) -> float:
     return torch.tensor(x, dtype=torch.float32).item()
 
 
-AT_A_TIME = {"cpu": 1 << 14}
-"""Elements, where caches are to hold what is in between; elsewhere all of them."""
+AT_A_TIME = {"cpu": 1 << 14, "cuda": 1 << 16}
+"""Elements: few, for what is in between is in fp64, and the caches of a CPU are to hold it; not so few where each
+operation has to be launched."""
 
 
 def _fused_(a: Tensor, b: Tensor, c: Tensor | float) -> Tensor:
     """a += b * c, rounded once; see Note [Roundings]."""
-    count = AT_A_TIME.get(a.device.type, a.numel()) or 1
+    count = AT_A_TIME[a.device.type]
     factors = c.split(count) if isinstance(c, Tensor) else itertools.repeat(_number(c))
     for each in zip(a.split(count), b.split(count), factors, strict=False):
         _fuse_(*each)

@@ -30,7 +30,7 @@ WORKSPACE = 4
 """fp32 copies of a page's parameters that an optimizer's own step may hold for a moment."""
 BESIDE_MASTERS = 2
 """More of them where the parameters are roundings of masters: those, and the widened gradients."""
-KERNEL_WORKSPACE = 11
+KERNEL_WORKSPACE = 10
 """fp32 arrays of a piece's length that our own update holds: master, gradient, and what is in between."""
 CODEC_WORKSPACE = 30
 """More of them, where states are kept in less than fp32: integers of 8 bytes, above all."""
