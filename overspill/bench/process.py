@@ -138,7 +138,7 @@ def _ended(worker: "subprocess.Popen[bytes]") -> bool:
 
 def _outcome(ear: _Ear, code: int, watch: Watch, times: tuple[float, float], printed: Path) -> Outcome:
     limit, seconds = times
-    result = ear.result or ear.measured
+    result = ear.measured if ear.result is None else ear.result
     reason = None
     if ear.result is None:
         reason = ear.failed or _ending(code, limit, ear)
