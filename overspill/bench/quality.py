@@ -66,15 +66,16 @@ def run(asked: Run, files: Files) -> list[dict[str, Any]]:
     return _sorted(known, jobs)
 
 
-def _begin(asked: Run, folder: Path) -> str | None:
+def _begin(asked: Run, folder: Path) -> str:
     """The file of what all fine-tunes begin with."""
-    lesson = dataclasses.replace(asked.lesson, case="fine-tune", start=str(folder / "start.pt"))
+    start = str(folder / "start.pt")
+    lesson = dataclasses.replace(asked.lesson, case="fine-tune", start=start)
     job = Job(kind="begin", label="before the fine-tunes", engine=PLAIN, settings=dataclasses.asdict(lesson))
     with screen.working(job.label, "0") as told:
         outcome = process.run(job, asked.limit, told)
     if outcome.result is None:
         raise OptionError(f"expected a model for the fine-tunes to begin with, found that it ended: {outcome.reason}")
-    return lesson.start
+    return start
 
 
 def _sorted(known: Sequence[dict[str, Any]], jobs: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:

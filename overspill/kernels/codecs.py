@@ -17,7 +17,7 @@ Note [Rounding by chance]: what is cut off is made up for by adding a random num
 that the expected value is the value itself: a small step is not lost every time, but taken sometimes. A first moment
 below the range of its block becomes the smallest number of the range, or zero, by chance. A second moment that is not
 zero never becomes zero, or a step would be divided by next to nothing; but for those below 2^-129, by chance, which are
-nothing beside any eps.
+nothing beside any usual eps.
 
 Note [Chance]: the random bits of an element come from its place in its parameter, the parameter's number and the step,
 by a hash of integers: not from a generator, so it does not matter who updates it, when, or beside what.
