@@ -67,16 +67,6 @@ def parse(text: str, base: Mapping[str, Any]) -> Ours:
     )
 
 
-def parse_keywords(text: str, base: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Keywords of `prepare` alone, where everything else has an option of its own."""
-    found = parse(text, base)
-    if (found.clip, found.build, found.budget_of) != (None, None, None):
-        raise OptionError(
-            f"expected --ours with keywords of overspill.prepare, found {text!r}; use --clip, --build, --gpu"
-        )
-    return found.keywords
-
-
 def check(configurations: Sequence[Ours], peers: Sequence[str]) -> None:
     """Refuse peers that nobody knows, budgets of peers that are not run, two of one name, and nothing at all."""
     if not peers and not configurations:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from overspill.bench import process, rows, screen
+from overspill.bench import configurations, process, rows, screen
+from overspill.bench.configurations import Ours
 from overspill.bench.jobs import Job, Training
 from overspill.bench.models import said, sizes_of
 from overspill.bench.peers import ENGINES
@@ -14,6 +15,7 @@ from overspill.bench.results import Files
 from overspill.bench.rows import GB, Row, aligned
 from overspill.bench.searching import grid
 from overspill.cli.sizes import Sizes, parse_count
+from overspill.config import Size
 from overspill.errors import OptionError
 
 MAX = "max"
@@ -34,9 +36,10 @@ class Run:
     engines: Sequence[str]
     sizes: Sequence[str]
     """"max", a number of parameters, or a multiple of what `torch` can do."""
-    keywords: Mapping[str, Any]
-    """For `overspill.prepare`, the budgets among them."""
+    ours: Sequence[Ours]
     search: Mapping[str, float]
+    cap: Size | None = None
+    """What peers may have of the GPU."""
     build: str = "meta"
     limit: float = 600.0
 
@@ -52,6 +55,18 @@ class Run:
                 raise OptionError(f"expected --engine {MEASURE},ours with --size {size}, found --engine {found}")
             if size != MAX and not TIMES.fullmatch(size):
                 parse_count(size)
+        for ours in self.ours:
+            if ours.budget_of is not None:
+                raise OptionError("expected --ours with a gpu= of its own, found that of a peer; give a size")
+        configurations.check(self.ours, [name for name in self.engines if name != "ours"])
+
+    def asked_of(self, engine: str) -> Sequence[str]:
+        """Those that an engine is asked for: multiples are for ours, and their unit must be found for them."""
+        if engine == "ours":
+            return self.sizes
+        own = [size for size in self.sizes if not TIMES.fullmatch(size)]
+        unit = [MAX] if engine == MEASURE and len(own) < len(self.sizes) and MAX not in own else []
+        return [*unit, *own]
 
 
 @dataclass(slots=True)
@@ -60,6 +75,8 @@ class Case:
 
     engine: str
     asked: str
+    ours: Ours | None = None
+    """Which configuration, if it is ours."""
     sizes: Sizes | None = None
     row: Row | None = None
     search: dict[str, Any] | None = None
@@ -69,8 +86,13 @@ class Case:
     reason: str | None = None
     """Why nothing was trained."""
 
+    @property
+    def label(self) -> str:
+        return self.engine if self.ours is None else self.ours.label
+
     def to_dict(self) -> dict[str, Any]:
-        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        found = {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return {"label": self.label, **found}
 
 
 def run(asked: Run, files: Files) -> list[Case]:
@@ -83,13 +105,12 @@ def run(asked: Run, files: Files) -> list[Case]:
         "search": dict(asked.search),
     }
     for engine in asked.engines:
-        for size in asked.sizes:
-            if engine != "ours" and TIMES.fullmatch(size):
-                continue
-            case = Case(engine, size)
-            cases.append(case)
-            _Hunt(asked, files, case).run(_unit(cases))
-            files.write(cases=[each.to_dict() for each in cases])
+        for ours in asked.ours if engine == "ours" else (None,):
+            for size in asked.asked_of(engine):
+                case = Case(engine, size, ours)
+                cases.append(case)
+                _Hunt(asked, files, case).run(_unit(cases))
+                files.write(cases=[each.to_dict() for each in cases])
     return cases
 
 
@@ -108,7 +129,7 @@ class _Hunt:
         else:
             count = round(float(times[1]) * unit) if times and unit else parse_count(case.asked)
             case.sizes = sizes_of(count)
-            case.row = self._train(case.sizes, self._asked.keywords if case.engine == "ours" else {})
+            case.row = self._train(case.sizes, case.ours.keywords if case.ours else {})
             case.reason = case.row["reason"]
 
     def _look_for(self) -> None:
@@ -159,20 +180,22 @@ class _Hunt:
         return rows.row_of(job, ENGINES[job.engine], self._work(job, title))
 
     def _job(self, kind: str, title: str) -> Job:
-        asked, ours = self._asked, self._case.engine == "ours"
+        asked, ours, training = self._asked, self._case.ours, self._asked.training
+        if ours is not None and ours.clip is not None:
+            training = dataclasses.replace(training, clip=ours.clip)
         return Job(
             kind=kind,
-            label=f"{self._case.engine} {title}",
+            label=f"{self._case.label} {title}",
             engine=self._case.engine,
-            training=asked.training,
-            keywords=asked.keywords if ours else {},
-            build=asked.build,
-            cap=None if ours else asked.keywords.get("gpu"),
+            training=training,
+            keywords=ours.keywords if ours else {},
+            build=(ours and ours.build) or asked.build,
+            cap=None if ours else asked.cap,
             search=asked.search,
         )
 
     def _work(self, job: Job, title: str) -> process.Outcome:
-        with screen.working(f"{self._case.engine}, {self._case.asked}: {title}") as told:
+        with screen.working(f"{self._case.label}, {self._case.asked}: {title}") as told:
             outcome = process.run(job, self._asked.limit, told)
         self._files.body["machine"] = self._files.body["machine"] or outcome.machine
         return outcome
@@ -193,10 +216,10 @@ def summary(cases: Sequence[Case]) -> str:
     lines = [[*head, "set-up s"]]
     for case in cases:
         lines.append(
-            _cells(case, unit) if case.row and case.row["ok"] else [case.engine, f"{case.asked}: {case.reason}"]
+            _cells(case, unit) if case.row and case.row["ok"] else [case.label, f"{case.asked}: {case.reason}"]
         )
     refused = [
-        f"{case.engine}: {case.next['parameters'] / 1e9:.3f} B is refused: {case.next['refused']}"
+        f"{case.label}: {case.next['parameters'] / 1e9:.3f} B is refused: {case.next['refused']}"
         for case in cases
         if case.next
     ]
@@ -206,7 +229,7 @@ def summary(cases: Sequence[Case]) -> str:
 def _cells(case: Case, unit: int | None) -> list[str]:
     row = case.row
     assert row is not None, "there are figures"
-    cells = [case.engine, case.asked, said(row["parameters"])]
+    cells = [case.label, case.asked, said(row["parameters"])]
     cells += [f"{row['parameters'] / unit:.2f}" if unit else "-", f"{row['step_seconds']:.3f}"]
     cells += [f"{row['tokens_per_second']:,.0f}", f"{row['model_tflops']:.1f}"]
     cells += [f"{row['gpu_peak']['reserved'] / GB:.2f}" if row["gpu_peak"] else "-", f"{row['host']['used'] / GB:.2f}"]
@@ -214,4 +237,4 @@ def _cells(case: Case, unit: int | None) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    return dataclasses.asdict(value) if isinstance(value, Sizes) else value
+    return dataclasses.asdict(value) if isinstance(value, Sizes | Ours) else value

@@ -2,6 +2,10 @@
 
 Note [Grid]. Sizes grow by one ratio from one to the next, so the answer is exact to that ratio, and "the next size"
 means something. The search goes up in leaps until a size is refused, then halves what is in between.
+
+Note [Activations of a size]. A plan keeps what room there is for activations and cannot know what a batch takes of it,
+so the largest plan may be one that no batch fits in. They grow by the same with every layer: on a GPU they are measured
+with one layer and with two, and a plan with less room than that is refused too.
 """
 
 import gc
@@ -21,6 +25,7 @@ from overspill.cli import text_model
 from overspill.cli.loop import compute_device
 from overspill.cli.sizes import Sizes
 from overspill.errors import BudgetError, OptionError
+from overspill.specs import human
 
 Told = Callable[[str], None]
 Try = Callable[[Sizes], str | None]
@@ -28,6 +33,8 @@ Try = Callable[[Sizes], str | None]
 _LEAP = 2.0
 _STEPS = 2
 """Of an attempt: the first makes the optimizer's states, the second has everything in memory at once."""
+HOLES = 1.1
+"""Times the activations of a batch: what torch's allocator takes for them, with what it cannot use of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +92,12 @@ def largest_planned(job: Job, told: Told) -> dict[str, Any]:
 
     def attempt(sizes: Sizes) -> str | None:
         try:
-            plan(job.training, sizes, keywords)
+            made = plan(job.training, sizes, keywords)
         except BudgetError as error:
             return str(error)
+        room, needed = made.bytes_of("device", "activations"), round(HOLES * activations(job.training, sizes))
+        if needed > room:
+            return f"expected room for {human(needed)} of activations beside what is planned, found {human(room)}"
         return None
 
     found = search(job.search, attempt, told)
@@ -98,6 +108,27 @@ def largest_planned(job: Job, told: Told) -> dict[str, Any]:
 def plan(training: Training, sizes: Sizes, keywords: Mapping[str, Any]) -> overspill.Plan:
     model = models.build(replace(training, sizes=sizes), torch.float32, torch.device("meta"))
     return overspill.plan(model, torch.optim.AdamW(model.parameters(), lr=LR), **keywords)
+
+
+def activations(training: Training, sizes: Sizes) -> int:
+    """Bytes that a batch takes on the GPU beside weights. See Note [Activations of a size]."""
+    device = compute_device()
+    if device.type != "cuda":
+        return 0
+    one, two = (_beside_weights(replace(training, sizes=replace(sizes, layers=n)), device) for n in (1, 2))
+    return one + (sizes.layers - 1) * (two - one)
+
+
+def _beside_weights(training: Training, device: torch.device) -> int:
+    model: Any = models.build(training, torch.bfloat16, device)
+    tokens = next(Batches(training, text_model.vocabulary(model), device))
+    weights = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    taken = torch.cuda.max_memory_allocated(device) - weights
+    del model
+    gc.collect()
+    return taken
 
 
 def fixed_budgets(made: overspill.Plan) -> dict[str, int]:

@@ -69,7 +69,11 @@ SizeList = Annotated[
         "--size",
     ),
 ]
-Keywords = Annotated[str, o.described(ENGINES, "Keywords of prepare, as in: states=compact.", "none", "--ours")]
+FewSteps = Annotated[int, o.described(WORK, "Steps that are measured.", 3, "--steps")]
+FewBefore = Annotated[int, o.described(WORK, "Steps before the clock starts.", 1, "--warmup")]
+Unbuilt = Annotated[
+    str, o.described(ENGINES, f"Where the model for ours is built: {', '.join(BUILDS)}.", "meta", "--build")
+]
 Least = Annotated[str, o.described(ENGINES, "Size with which the search begins.", "100M", "--from")]
 Ratio = Annotated[float, o.described(ENGINES, "Of one size to the next.", 1.02)]
 Out = Annotated[
@@ -144,17 +148,17 @@ def max_size(
     gpu: Gpu = None,
     host: Host = None,
     nvme: Nvme = None,
-    ours: Keywords = "",
+    ours: OursOption = None,
     seq: Seq = _T.seq,
     micro_batch: MicroBatch = _T.micro_batch,
     micro_batches: MicroBatches = _T.micro_batches,
     clip: Clip = _T.clip,
-    measured: Measured = 3,
-    warmup: Warmup = 1,
+    measured: FewSteps = 3,
+    warmup: FewBefore = 1,
     recompute: Recompute = True,
     least: Least = "100M",
     ratio: Ratio = 1.02,
-    build: Build = "meta",
+    build: Unbuilt = "meta",
     limit: Limit = 600.0,
     out: Out = None,
     commit: Commit = None,
@@ -170,7 +174,8 @@ def max_size(
         training=asking.training({}, work),
         engines=asking.listed(engine),
         sizes=size or [largest.MAX],
-        keywords=configurations.parse_keywords(ours, asking.budgets(gpu, host, nvme)),
+        ours=asking.configurations(ours, asking.budgets(gpu, host, nvme)),
+        cap=asking.budgets(gpu, None, None).get("gpu"),
         search={"least": float(parse_count(least)), "ratio": ratio},
         build=build,
         limit=limit,

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from overspill.bench import configurations, results, rows, steps, timing
+from overspill.bench import configurations, largest, results, rows, searching, steps, timing
+from overspill.bench.configurations import Ours
 from overspill.bench.engines import OWN, Engine
 from overspill.bench.jobs import Job, Training, read_job
 from overspill.bench.models import LLAMA, said, sizes_of, tflops
@@ -125,9 +126,13 @@ def test_a_peer_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypatc
 def test_the_largest_size_is_trained_and_the_next_refused(tmp_path: Path) -> None:
     budgets = ["--gpu", "24MiB", "--host", "24MiB"]
     work = ["--seq", "16", "--micro-batch", "1", "--from", "300K", "--ratio", "1.3"]
+    both = ["--ours", "", "--ours", "states=compact,clip=0,name=small"]
     out = tmp_path / "largest.json"
-    told = here("bench", "max-size", *budgets, *work, "--engine", "ours", "--out", str(out))
-    (case,) = json.loads(out.read_text())["cases"]
+    told = here("bench", "max-size", *budgets, *work, "--engine", "ours", *both, "--out", str(out))
+    case, small = json.loads(out.read_text())["cases"]
+    assert (case["label"], small["label"]) == ("ours", "small")
+    assert small["row"]["ok"] and small["row"]["settings"]["training"]["clip"] == 0.0
+    assert small["row"]["parameters"] > case["row"]["parameters"]
     assert case["row"]["ok"] and len(case["row"]["steps_seconds"]) == 3
     assert case["row"]["settings"]["training"]["clip"] == 1.0
     largest, following = case["row"]["parameters"], case["next"]["parameters"]
@@ -152,6 +157,33 @@ def test_a_search_ends_between_two_sizes(limit: float, ratio: float) -> None:
     assert len(found.tries) == len(tried), "no size is tried twice"
     with pytest.raises(OptionError, match="a smaller --from"):
         search({**asked, "least": 2 * limit}, attempt, lambda _: None)
+
+
+def test_a_plan_without_room_for_activations_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    keywords = {"gpu": 64 << 20, "host": 64 << 20}
+    job = Job(kind="plan", training=Training(seq=16), keywords=keywords, search={"least": 1e6, "ratio": 1.3})
+    free = searching.largest_planned(job, lambda _: None)
+    grown = dict[int, int]()
+
+    def measured(training: Training, sizes: Sizes) -> int:
+        grown[sizes.parameters] = 8 * sizes.parameters
+        return grown[sizes.parameters]
+
+    monkeypatch.setattr(searching, "activations", measured)
+    found = searching.largest_planned(job, lambda _: None)
+    assert found["place"] < free["place"]
+    assert "of activations beside what is planned" in found["refusal"]
+    assert searching.HOLES * grown[searching.grid(job.search, found["place"]).parameters] < 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("sizes", "of_torch"),
+    [(["max", "5x"], ["max"]), (["5x"], ["max"]), (["1B"], ["1B"]), (["1B", "2x"], ["max", "1B"])],
+)
+def test_multiples_are_for_ours_and_their_unit_is_found(sizes: list[str], of_torch: list[str]) -> None:
+    asked = largest.Run(training=Training(), engines=["torch", "ours"], sizes=sizes, ours=[Ours()], search={})
+    asked.check()
+    assert list(asked.asked_of("torch")) == of_torch and list(asked.asked_of("ours")) == sizes
 
 
 @pytest.mark.parametrize(
@@ -179,7 +211,8 @@ def test_a_search_ends_between_two_sizes(limit: float, ratio: float) -> None:
         (["max-size", "--engine", "deepspeed"], "--engine as a list of ours, torch, torch-bf16, flashoptim"),
         (["max-size", "--size", "5x"], "--engine torch,ours with --size 5x, found --engine ours"),
         (["max-size", "--size", "big"], "found 'big'"),
-        (["max-size", "--ours", "clip=0"], "keywords of overspill.prepare, found 'clip=0'; use --clip"),
+        (["max-size", "--ours", "gpu=peak:torch"], "a gpu= of its own, found that of a peer"),
+        (["max-size", "--ours", "clip=0", "--ours", "clip=0"], "engines of different names"),
         (["max-size", "--ratio", "1"], "--ratio greater than 1 and up to 2, found 1.0"),
         (["chart", "missing.json"], "a result file of overspill bench, found 'missing.json'"),
     ],
