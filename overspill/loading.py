@@ -30,11 +30,14 @@ Named = Sequence[tuple[ParamSpec, nn.Parameter]]
 
 
 def source_of(
-    model: nn.Module, weights: str | PathLike[str] | None, device: torch.device, comm: Comm | None = None
+    model: nn.Module, weights: str | PathLike[str] | None, there: tuple[torch.device, int], comm: Comm | None = None
 ) -> Source:
     """What fills this model: the folder, its initialisers where it is on the meta device, or its own values; over ranks
-    the same on all of them. Buffers on the meta device get their values here."""
-    source: Folder | Values = Values(model) if weights is None else Folder(model, weights)
+    the same on all of them. Buffers on the meta device get their values here. `there`: a device, and the bytes that it
+    has for values in the making."""
+    device, _ = there
+    values = Values(model, *there)
+    source: Folder | Values = values if weights is None else Folder(model, weights, values)
     holds = comm is None or _holds(model, weights, comm)
     if weights is not None or any(buffer.is_meta for buffer in model.buffers()):
         materialise_buffers(model, device, source.buffers() if holds else _unset_buffers(model, device))
@@ -127,9 +130,10 @@ def _halves(value: Tensor) -> Tensor:
 class Values:
     """Parameters that hold their values, in memory or on disk, and those on the meta device, which are initialised."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, room: int) -> None:
         self._own = OwnValues()
-        self._initialiser = Initialiser(model) if any(p.is_meta for p in model.parameters()) else None
+        on_meta = any(p.is_meta for p in model.parameters())
+        self._initialiser = Initialiser(model, device, room) if on_meta else None
         self._made: dict[str, Tensor] = {}
 
     def buffers(self) -> dict[str, Tensor]:
@@ -158,7 +162,7 @@ class Values:
 class Folder:
     """A folder of safetensors: every byte is read once, straight from its file. What it lacks is initialised."""
 
-    def __init__(self, model: nn.Module, weights: str | PathLike[str]) -> None:
+    def __init__(self, model: nn.Module, weights: str | PathLike[str], values: Values) -> None:
         entries = entries_of(weights)
         self._model = model
         self._reader = Reader()
@@ -166,7 +170,7 @@ class Folder:
         self._aliases: dict[int, list[str]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             self._aliases.setdefault(id(p), []).append(name)
-        self._values = Values(model)
+        self._values = values
         self._whole: dict[str, Tensor] = {}
         self._check(weights, entries)
 

@@ -201,7 +201,7 @@ def build_engine(
         # Only now: it takes time, and plans do without it.
         from overspill.loading import source_of
 
-        source = source_of(model, chosen.weights, device, comm)
+        source = source_of(model, chosen.weights, (device, made.bytes_of("device", "activations")), comm)
         materials = Materials(device, optimizer, update_rule(optimizer, chosen), source, extend, comm)
         program = dataclasses.replace(made.program, eager=chosen.update != "lazy")
         built = build(laid_out, program, tiers, materials)

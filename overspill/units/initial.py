@@ -5,9 +5,14 @@ An ordinary build runs each module's `reset_parameters`, children before parents
 parameters in question, which are real meanwhile; all others are on meta, where writing is harmless. What a constructor
 does to its parameters by itself cannot be repeated, so parameters that nobody writes to are refused, and those to
 which the constructor wrote more often than their initialisers do.
+
+Note [Where values are made]: random numbers take a CPU minutes where they take a GPU seconds, so they are made on the
+device if there is room, which there is before the first activation. Initialisers that mix their parameters with
+tensors of their own in host memory fail there, and are called again for parameters in host memory, from then on.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,11 +23,16 @@ from torch.nn.utils import parametrize
 from overspill.errors import ModelError
 from overspill.specs import dense_stride
 
+log = logging.getLogger("overspill")
+
 CURES = (
     "give prepare the values with weights=FOLDER, or build the model inside overspill.building(nvme=...), not on meta"
 )
 _PATTERN = 0xA5
 _NO_MARKS = ("_is_hf_initialized", "_overspill")
+_COPIES = 3
+"""Of the values that are made, what initialisers and checks may take in all."""
+_HOST = torch.device("cpu")
 
 Step = tuple[nn.Module, nn.Module | None]
 """A module, and the model whose `_init_weights` is called for it."""
@@ -31,10 +41,12 @@ Shields = dict[int, tuple[Tensor, Tensor]]
 
 
 class Initialiser:
-    """Makes first values for the parameters of a model on meta, which itself stays as it is."""
+    """Makes first values for the parameters of a model on meta, which itself stays as it is. `device` has `room` bytes
+    for them. See Note [Where values are made]."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: torch.device = _HOST, room: int = 0) -> None:
         self._model = model
+        self._device, self._room = device, room
         self._tree = _Tree(model)
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
         self._shields: Shields = {}
@@ -44,11 +56,22 @@ class Initialiser:
                     self._places.setdefault(id(p), []).append((module, key))
 
     def fill(self, params: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-        """New values for these parameters of the model (same sizes and dtypes, in host memory), by name."""
+        """New values for these parameters of the model (same sizes and dtypes), by name."""
+        fits = _COPIES * sum(p.nbytes for _, p in params) <= self._room
+        if self._device == _HOST or not fits:
+            return self._fill(params, _HOST)
+        try:
+            return self._fill(params, self._device)
+        except ModelError as error:
+            log.info("first values are made in host memory, because on %s: %s", self._device, error)
+            self._device = _HOST
+            return self._fill(params, _HOST)
+
+    def _fill(self, params: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> dict[str, Tensor]:
         owners = {name: _owner(self._places[id(p)]) for name, p in params}
         for name, (module, _) in owners.items():
             self._tree.check(name, module)
-        blanks = {(id(owners[name][0]), owners[name][1]): _like(p, _blank(p)) for name, p in params}
+        blanks = {(id(owners[name][0]), owners[name][1]): _like(p, _blank(p, device)) for name, p in params}
 
         def choose(module: nn.Module, key: str, tensor: Tensor) -> Tensor:
             blank = blanks.get((id(module), key))
@@ -78,7 +101,7 @@ def materialise_buffers(model: nn.Module, device: torch.device, known: Mapping[s
     """Give the model's buffers on meta their first values, or those in `known`, on `device`. Others stay."""
     named = [(name, b) for name, b in model.named_buffers(remove_duplicate=False) if b.is_meta]
     given = {id(b): known[name] for name, b in named if known is not None and name in known}
-    blanks = {id(b): _blank(b) for _, b in named if id(b) not in given}
+    blanks = {id(b): _blank(b, _HOST) for _, b in named if id(b) not in given}
     owners: dict[int, tuple[nn.Module, str]] = {}
     for module in model.modules():
         for key, b in module._buffers.items():
@@ -188,7 +211,7 @@ def _reset_parametrized(module: nn.Module) -> None:
     values = {}
     for name in lists:
         made = getattr(module, name)
-        values[name] = nn.Parameter(made.detach() if made.is_meta else _blank(made))
+        values[name] = nn.Parameter(made.detach() if made.is_meta else _blank(made, made.device))
     children = {name: child for name, child in module._modules.items() if child is not lists}
     vars(plain).update(vars(module), _parameters={**module._parameters, **values}, _modules=children)
     _reset(plain)
@@ -231,13 +254,13 @@ def _like(p: nn.Parameter, value: Tensor) -> nn.Parameter:
     return other
 
 
-def _blank(like: Tensor) -> Tensor:
-    """A tensor in host memory, filled with what no initialiser writes."""
+def _blank(like: Tensor, device: torch.device) -> Tensor:
+    """A tensor that is filled with what no initialiser writes."""
     stride = dense_stride(like.shape, like.stride())
-    blank = torch.empty_strided(like.shape, stride, dtype=like.dtype, device="cpu")
+    blank = torch.empty_strided(like.shape, stride, dtype=like.dtype, device=device)
     if blank.is_floating_point() or blank.is_complex():
         return blank.fill_(torch.nan)
-    torch.empty(0, dtype=torch.uint8, device="cpu").set_(blank.untyped_storage()).fill_(_PATTERN)
+    torch.empty(0, dtype=torch.uint8, device=device).set_(blank.untyped_storage()).fill_(_PATTERN)
     return blank
 
 

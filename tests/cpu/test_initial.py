@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -258,3 +259,30 @@ def test_known_buffers_are_taken() -> None:
     assert model.steps is model.again.steps and "mask" not in model.state_dict()
     with pytest.raises(ModelError, match=r"float32 \(6,\)"):
         materialise_buffers(on_meta(Masked), CPU, {**known, "norm.running_mean": torch.ones(5)})
+
+
+@pytest.mark.parametrize(
+    ("room", "fails", "tried"),
+    [
+        (3 * 1600 * 4, False, ["cuda", "cuda"]),
+        (3 * 1600 * 4 - 1, False, ["cpu", "cpu"]),
+        (1 << 30, True, ["cuda", "cpu", "cpu"]),
+    ],
+    ids=["room", "no room", "in host memory only"],
+)
+def test_values_are_made_on_the_device_where_it_has_room(
+    room: int, fails: bool, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, devices, fill = on_meta(lambda: nn.Linear(40, 40, bias=False)), list[str](), Initialiser._fill
+
+    def seen(self: Initialiser, params: Any, device: torch.device) -> dict[str, Tensor]:
+        devices.append(device.type)
+        if fails and device.type == "cuda":
+            raise ModelError("mixed devices")
+        return fill(self, params, CPU)
+
+    monkeypatch.setattr(Initialiser, "_fill", seen)
+    initialiser = Initialiser(model, torch.device("cuda"), room)
+    for _ in range(2):
+        assert initialiser.fill([("weight", model.weight)])["weight"].std() > 0.05
+    assert devices == tried
