@@ -25,6 +25,7 @@ def measurements(device: torch.device, nvme: str | None) -> Iterator[tuple[str, 
     small = device.type != "cuda"
     yield "link", partial(rates.link, device)
     yield "host memory", lambda: {"dram": rates.dram(small)}
+    yield "host memory in place", lambda: {"in_place": in_place(small)}
     yield "update", lambda: {"update": update(device)}
     if cpu.How.best() is not None:
         yield "update on cores", lambda: updated_by_cores(small)
@@ -34,9 +35,21 @@ def measurements(device: torch.device, nvme: str | None) -> Iterator[tuple[str, 
     yield "matrix product", lambda: {"matmul": rates.matmul(device)}
 
 
+def _count(small: bool) -> int:
+    return _SMALL_COUNT if small else max(_SMALL_COUNT, min(_COUNT, host_available() // (4 * _ELEMENT)))
+
+
+def in_place(small: bool) -> float:
+    """Bytes per second, read and written."""
+    case = updating.Case(counts=(_count(small),), engines=(), kinds=(updating.BARE,), rounds=_ROUNDS)
+    (found,) = updating.measure(case)
+    assert found["ok"], found["reason"]
+    return float(updating.BYTES[updating.MEMORY] * found["per_second"])
+
+
 def updated_by_cores(small: bool) -> dict[str, float]:
     """Elements per second, from bf16 gradients to bf16 weights, of states in every format."""
-    count = _SMALL_COUNT if small else max(_SMALL_COUNT, min(_COUNT, host_available() // (4 * _ELEMENT)))
+    count = _count(small)
     (found,) = updating.measure(updating.Case(counts=(count,), kinds=(updating.WHOLE,), rounds=_ROUNDS))
     assert found["ok"], found["reason"]
     others = {f"cores_{format}": _in_format(format, count) for format in ("bf16", "compact")}

@@ -21,6 +21,7 @@ UNITS = {
     "down": ("GPU to host, pinned", 1e9, "GB/s"),
     "both": ("both ways together", 1e9, "GB/s"),
     "dram": ("host memory, copy: read + written", 1e9, "GB/s"),
+    "in_place": ("host memory, three arrays in place: read + written", 1e9, "GB/s"),
     "disk_read": ("disk, read", 1e9, "GB/s"),
     "disk_write": ("disk, written", 1e9, "GB/s"),
     "matmul": ("bf16 matrix product", 1e12, "TFLOP/s"),

@@ -16,15 +16,14 @@ RUNS = Path("runs")
 
 
 def head(what: str, commit: str | None) -> dict[str, Any]:
-    """Who measured what, when and with what. `commit`: said by the user, where git does not know it."""
-    sources = facts.sources()
+    """Who measured what, when and with what. `commit`: said by the user, who may know better than git does of a copy."""
     return {
         "what": what,
         "date": facts.now(),
         "command": facts.command(),
         "machine": None,
         "versions": facts.versions(),
-        "sources": sources if sources["commit"] or not commit else {**sources, "commit": commit},
+        "sources": {**facts.sources(), "told": commit},
         "environment": facts.environment(),
     }
 

@@ -85,7 +85,7 @@ TraceFile = Annotated[
     Path | None, o.described(FILES, "A step of ours by overspill.trace, after the clock.", "none", "--trace")
 ]
 Profile = Annotated[Path | None, o.described(FILES, "A step of ours by torch.profiler.", "none")]
-Commit = Annotated[str | None, o.described(FILES, "Which commit this is, where git is not there.", "what git says")]
+Commit = Annotated[str | None, o.described(FILES, "Which commit this is, where git cannot know.", "what git says")]
 
 
 @bench.command()

@@ -25,6 +25,8 @@ class Rates:
     """Bytes in both directions at once, together."""
     dram: float | None = None
     """Bytes that a copy within host memory by all cores reads and writes, together."""
+    in_place: float | None = None
+    """Bytes that all cores read and write of three arrays in place, as an update does with master and moments."""
     disk_read: float | None = None
     disk_write: float | None = None
     """Bytes past the page cache."""

@@ -91,7 +91,8 @@ def test_a_result_says_where_it_comes_from(compared: tuple[str, Path]) -> None:
     body = body_of(folder)
     assert body["machine"]["cores"] >= 1 and body["machine"]["host_memory"] > 0 and body["machine"]["gpu"] is None
     assert body["versions"]["torch"] == torch.__version__ and "deepspeed" in body["versions"]
-    assert body["sources"]["commit"] and len(body["sources"]["sha256"]) == 64
+    assert body["sources"]["told"] == "abc" and body["sources"]["commit"] != "abc", "git is here, and says its own"
+    assert len(body["sources"]["sha256"]) == 64
     assert body["date"].endswith("+00:00") and body["command"].startswith("overspill")
     assert body["training"]["micro_batches"] == 2 and body["link"] is None
     (chart,) = (folder / "benchmarks/results").glob("step_cpu_*.png")
