@@ -16,7 +16,10 @@ RUNS = Path("runs")
 
 
 def head(what: str, commit: str | None) -> dict[str, Any]:
-    """Who measured what, when and with what. `commit`: said by the user, who may know better than git does of a copy."""
+    """Who measured what, when and with what.
+
+    `commit`: said by the user, who may know better than git does of a copy.
+    """
     return {
         "what": what,
         "date": facts.now(),
