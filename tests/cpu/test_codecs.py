@@ -144,24 +144,35 @@ def test_second_moments_alone_in_their_blocks(lower: int, fixed: int) -> None:
     assert ((mine - x).abs()[normal] <= x[normal] / 8).all() and (mine[normal] > 0).all()
 
 
+def beside_one(smallest: float, least: int) -> Tensor:
+    """Numbers from 2^least to 1, the smallest of a range among them, and those next to it."""
+    edge = torch.tensor(smallest).view(torch.int32) + torch.arange(-2, 3, dtype=torch.int32)
+    return torch.cat([torch.logspace(least, 0, 5000, 2.0) * TOP, edge.view(torch.float32)])
+
+
 def test_first_moments_beside_larger_ones(fixed: int) -> None:
-    """Down to 2^-8 of the largest to a sixteenth; what is smaller is the smallest number or zero."""
-    x = torch.logspace(-14, 0, 5000, 2.0) * TOP
+    """Down to 2^-7 of the largest (17/16 of that is the smallest number, where the largest is a power of two) to a
+    sixteenth; what is smaller is the smallest number or zero."""
+    smallest = 2.0**-7 * 17 / 16
+    x = beside_one(smallest, -14)
     x = torch.cat([x, -x])
     code, top = codecs.encode_first(per_block(x, 1.0), torch.full((BLOCK * x.numel(),), fixed))
     found = codecs.decode_first(code, top).view(-1, BLOCK)[:, 5]
-    inside = x.abs() >= 2.0**-6.8
+    inside = x.abs() >= smallest
     assert ((found - x).abs()[inside] <= x.abs()[inside] / 16).all()
-    assert (found.abs()[~inside] <= 2.0**-6.5).all()
+    assert ((found == 0) | (found == x.sign() * smallest))[~inside].all()
 
 
 def test_second_moments_beside_larger_ones_never_vanish(fixed: int) -> None:
-    x = torch.logspace(-60, 0, 5000, 2.0) * TOP
+    """Down to 2^-31 of the largest (9/8 of that, where it is a power of two) to an eighth; what is smaller is the
+    smallest number."""
+    smallest = 2.0**-31 * 9 / 8
+    x = beside_one(smallest, -60)
     code, top = codecs.encode_second(per_block(x, 1.0), torch.full((BLOCK * x.numel(),), fixed))
     found = codecs.decode_second(code, top).view(-1, BLOCK)[:, 5]
-    inside = x >= 2.0**-30
+    inside = x >= smallest
     assert ((found - x).abs()[inside] <= x[inside] / 8).all()
-    assert (found > 0).all() and (found[~inside] <= 2.0**-29).all(), "too large rather than none"
+    assert (found[~inside] == smallest).all(), "too large rather than none"
 
 
 @pytest.mark.parametrize("scale", [1e-8, *(pytest.param(x, marks=pytest.mark.full) for x in (1e-30, 1.0, 1e20))])
