@@ -24,8 +24,10 @@ class BuildByCMake(build_ext):
             subprocess.run(["cmake", "-S", HERE / "csrc", "-B", build, f"-DOVERSPILL_OUT={out}"], check=True)
             subprocess.run(["cmake", "--build", build, "--parallel"], check=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            # The extension is optional: setuptools says so and goes on, and updates on the host run in plain torch.
-            raise CompileError(f"no native kernels: {error}") from error
+            # The extension is optional: setuptools says this in one line and goes on.
+            why = "cmake or the compiler failed" if isinstance(error, subprocess.CalledProcessError) else str(error)
+            told = f"no native kernels were built ({why}): updates on the host run in plain torch, which is slower"
+            raise CompileError(told) from error
 
 
 class AnyPython(bdist_wheel):

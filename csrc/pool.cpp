@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -21,6 +22,7 @@ public:
         std::lock_guard<std::mutex> one(calls_);
         {
             std::lock_guard<std::mutex> lock(mutex_);
+            follow();
             threads = 1 + start(threads - 1);
             work_ = &work;
             count_ = count;
@@ -37,6 +39,15 @@ public:
     }
 
 private:
+    // Where this thread may run now; on machines of more cores than such a set holds threads stay where they began.
+    void follow() {
+        cpu_set_t where;
+        CPU_ZERO(&where);
+        if (sched_getaffinity(0, sizeof where, &where) != 0 || CPU_EQUAL(&where, &where_)) return;
+        where_ = where;
+        ++moves_;
+    }
+
     // There are so many threads now, or as many as could be had.
     int start(int wanted) {
         for (int index = count_of_threads_; index < wanted; ++index) {
@@ -59,14 +70,21 @@ private:
     }
 
     void serve(int index) {
-        std::uint64_t seen = 0;
+        pthread_setname_np(pthread_self(), "overspill-pool");
+        std::uint64_t seen = 0, moves = 0;
         for (;;) {
+            bool moved;
+            cpu_set_t where;
             {
                 std::unique_lock<std::mutex> lock(mutex_);
                 begin_.wait(lock, [&] { return turn_ != seen; });
                 seen = turn_;
                 if (index >= wanted_) continue;
+                moved = moves != moves_;
+                moves = moves_;
+                where = where_;
             }
+            if (moved) sched_setaffinity(0, sizeof where, &where);
             take();
             std::lock_guard<std::mutex> lock(mutex_);
             if (--busy_ == 0) end_.notify_one();
@@ -78,7 +96,8 @@ private:
     const std::function<void(std::int64_t, std::int64_t)>* work_ = nullptr;
     std::int64_t count_ = 0;
     std::atomic<std::int64_t> next_{0};
-    std::uint64_t turn_ = 0;
+    std::uint64_t turn_ = 0, moves_ = 0;
+    cpu_set_t where_{};
     int wanted_ = 0, busy_ = 0, count_of_threads_ = 0;
 };
 
@@ -96,14 +115,6 @@ Pool& pool() {
 }
 
 }  // namespace
-
-int cores() {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
-    const int found = CPU_COUNT(&set);
-    return found > 0 ? found : 1;
-}
 
 void share(std::int64_t count, int threads, const std::function<void(std::int64_t, std::int64_t)>& work) {
     const std::int64_t pieces = (count + PIECE - 1) / PIECE;

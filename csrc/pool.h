@@ -1,4 +1,4 @@
-// Threads of its own: whatever OMP_NUM_THREADS says, all cores that this process may use.
+// Threads of its own, whatever OMP_NUM_THREADS says.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,9 @@
 
 namespace overspill {
 
-// Cores that this process may run on.
-int cores();
-
 // Calls `work(begin, end)` for pieces of [0, count) on `threads` threads, this one among them, and waits for all.
 // Whoever is ready takes the next piece, so that a core that others use too delays nobody.
+// They run on the cores that the calling thread may run on, wherever they ran before.
 void share(std::int64_t count, int threads, const std::function<void(std::int64_t, std::int64_t)>& work);
 
 }  // namespace overspill

@@ -1,18 +1,19 @@
 """The native library: csrc/, by ctypes.
 
 Note [The library]: it is built when overspill is installed, and lies in the folder of kernels. Where there was no
-compiler there is none, one line says so, and plain torch does what it would do.
+compiler there is none, one line of each machine says so, and plain torch does what it would do.
 """
 
 import ctypes
 import functools
 import logging
+import os
 from pathlib import Path
 
 log = logging.getLogger("overspill")
 
 LIBRARY = Path(__file__).with_name("kernels") / "liboverspill_native.so"
-VERSION = 3
+VERSION = 4
 """Of what csrc/ declares for us."""
 
 
@@ -23,7 +24,11 @@ def library() -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(LIBRARY))
         version = found.overspill_version()
     except (OSError, AttributeError) as error:
-        log.info("updates on the host run in plain torch, which is slower: no native library (%s)", error)
+        level = logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.INFO
+        told = (
+            "updates on the host run in plain torch, which is slower: no native library (%s); install a compiler and "
+        )
+        log.log(level, told + "overspill anew", error)
         return None
     if version != VERSION:
         log.warning("expected version %d of %s, found %d: it is not used; install anew", VERSION, LIBRARY.name, version)

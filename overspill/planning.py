@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from overspill import cgroups
 from overspill.config import FORMATS, Options, parse_nvme, parse_size
 from overspill.errors import BudgetError, OptionError, OverspillError, RankError, TierError
 from overspill.kernels.cpu import How
@@ -293,9 +294,9 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
 
 def _hands(model: ModelSpec, ground: Ground) -> Chosen:
     """Who is to update states in host memory. The native library has no fp16, and fp32 is the optimizer's own."""
-    how, sizes = How.best(), sizes_of(model)
-    ours = model.format.fields is not None and model.format.master == torch.int16
-    if ground.device.type not in parts.CORES or not ours or how is None or sizes is None:
+    sizes, ours = sizes_of(model), model.format.fields is not None and model.format.master == torch.int16
+    # Looked for last: where the library is not needed, nobody shall be told that there is none.
+    if ground.device.type not in parts.CORES or not ours or sizes is None or (how := How.best()) is None:
         return STREAMED
     from overspill.tiers.known import by_format, known_rates
 
@@ -304,7 +305,7 @@ def _hands(model: ModelSpec, ground: Ground) -> Chosen:
     if known is None or known.both is None or known.dram is None or cores is None:
         return choose(None, sizes)
     # Measured with all cores and memory of the machine, of which every rank has a share; see runtime/cores.py.
-    share = cores_used(how.threads) / len(os.sched_getaffinity(0))
+    share = cores_used(how.threads) / cgroups.cores()
     return choose(Speeds(known.both, known.dram / ground.locals, cores * share), sizes)
 
 

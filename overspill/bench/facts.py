@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import overspill
+from overspill import cgroups
 from overspill.specs import KiB
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors", "deepspeed", "torchao", "flashoptim")
@@ -43,7 +44,7 @@ def of_this_process() -> dict[str, Any]:
 
 def cores() -> int:
     """Those that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return cgroups.cores()
 
 
 def versions() -> dict[str, str | None]:

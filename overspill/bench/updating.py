@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overspill import cgroups
 from overspill.errors import OptionError
 from overspill.kernels import cpu
 from overspill.kernels.elements import Elements
@@ -86,7 +87,7 @@ def names_of(engine: str, kind: str) -> Sequence[str]:
 
 
 def check_cores(cores: int) -> None:
-    there = len(os.sched_getaffinity(0))
+    there = cgroups.cores()
     if not 1 <= cores <= there:
         raise OptionError(f"expected --cores from 1 to the {there} that are there, found {cores}")
 
@@ -96,7 +97,7 @@ def measure(case: Case, told: Told = lambda text: None) -> list[dict[str, Any]]:
     there, threads = os.sched_getaffinity(0), torch.get_num_threads()
     if case.cores is not None:
         check_cores(case.cores)
-    used = sorted(there)[: case.cores]
+    used = sorted(there)[: case.cores or cgroups.cores()]
     room = int(host_available() * (1 - LEFT))
     try:
         os.sched_setaffinity(0, used)

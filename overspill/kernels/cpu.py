@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from overspill.cgroups import cores
 from overspill.kernels.codecs import blocks_of
 from overspill.kernels.elements import Elements
 from overspill.kernels.numbers import NUMBERS
@@ -103,11 +104,11 @@ class How:
 
     @staticmethod
     def best() -> "How | None":
-        """This process's share of the cores that it may use; None: there is no library."""
-        found, name = library(), chosen_set()
-        if found is None or name is None:
+        """This process's share of the cores; None: there is no library."""
+        name = chosen_set()
+        if name is None:
             return None
-        return How(name, max(1, found.overspill_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        return How(name, max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
     def run(self, rule: str, on: Elements, numbers: ctypes.Structure, maximize: bool) -> None:
         found = library()

@@ -30,7 +30,7 @@ from overspill.runtime.ring import Page
 from overspill.runtime.updates import AsKept, OnHost, Share, Updates
 from overspill.runtime.ways import When
 from overspill.specs import CORES_STAGED, FACTORS_STAGED, Hands, align, cores_used, staged_bytes
-from overspill.tiers import HostTier, Slot, node_of, workers
+from overspill.tiers import HostTier, Slot, cores_near, node_of, stay_on, workers
 
 Done = Callable[[When, BaseException | None], None]
 """(when the weights are there, or None; what went wrong, if anything did)"""
@@ -73,6 +73,10 @@ class Cores:
         # On the streams of pages: as long as copies are queued there, the GPU does not look at those of others.
         self._ways = passage.ways
         self._thread = workers(1, "overspill-cores")
+        near = cores_near(self._device, self._how.threads)
+        if near is not None:
+            # Where the states are, and what is staged. The library's threads go where this one is.
+            self._thread.submit(stay_on, near)
         nbytes = staged_bytes(executor.program.model)
         self._tier = HostTier(CORES_STAGED * nbytes, node=node_of(self._device))
         self._rooms = [self._tier.reserve(nbytes) for _ in range(CORES_STAGED)]

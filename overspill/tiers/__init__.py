@@ -2,7 +2,7 @@
 
 A tier hands out slots and moves raw bytes between a slot and a tensor; it knows
 nothing of parameters, units or plans. Order and events are the caller's business.
-May be imported here: `overspill.errors`, `specs`, `config`, `trace`, `native`, this folder, torch.
+May be imported here: `overspill.errors`, `specs`, `config`, `trace`, `native`, `cgroups`, this folder, torch.
 
 - slot: a fixed place in a tier, given out once and never given back, but to a growing tier.
 - arena: one anonymous memory map of exact size, page-locked once if asked.
@@ -16,7 +16,7 @@ from overspill.tiers.growing import GrowingTier
 from overspill.tiers.host import HostTier
 from overspill.tiers.malloc import freed_at_once
 from overspill.tiers.null import NullTier
-from overspill.tiers.numa import node_of
+from overspill.tiers.numa import cores_near, node_of, stay_on
 from overspill.tiers.nvme import NvmeTier
 from overspill.tiers.probe import device_available, disk_free, host_available, resident_bytes
 from overspill.tiers.resident import DeviceTier
@@ -33,6 +33,7 @@ __all__ = [
     "Slot",
     "Tier",
     "Together",
+    "cores_near",
     "device_available",
     "disk_free",
     "freed_at_once",
@@ -43,5 +44,6 @@ __all__ = [
     "recorded",
     "resident_bytes",
     "share_one_heap",
+    "stay_on",
     "workers",
 ]

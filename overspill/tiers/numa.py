@@ -1,4 +1,6 @@
-"""Host memory near a GPU: on machines with several NUMA nodes a copy from a far one is slower for everybody."""
+"""Host memory near a GPU, and cores near that memory: on machines with several NUMA nodes what is far is slower, for
+everybody.
+"""
 
 import ctypes
 import logging
@@ -22,15 +24,59 @@ def node_of(device: torch.device, nodes: Path = _NODES, pci: Path = _PCI) -> int
     """The node that a GPU hangs on; None where there is one node only, or nobody knows."""
     if device.type != "cuda" or len(list(nodes.glob("node[0-9]*"))) < 2:
         return None
-    # As torch has it, but not in its own types.
-    gpu: Any = torch.cuda.get_device_properties(device)
     try:
-        where = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        node = int((pci / where / "numa_node").read_text())
+        node = int((pci / _address(device) / "numa_node").read_text())
     except (AttributeError, OSError, ValueError) as error:
         log.info("host memory is taken from any NUMA node, nobody says which one is near the GPU: %s", error)
         return None
     return node if node >= 0 else None
+
+
+def _address(device: torch.device) -> str:
+    # As torch has it, but not in its own types.
+    gpu: Any = torch.cuda.get_device_properties(device)
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+
+
+def cores_near(device: torch.device, threads: int, nodes: Path = _NODES, pci: Path = _PCI) -> set[int] | None:
+    """Cores of a GPU's node, if there are enough for so many threads of every rank that may have a GPU there; None:
+    threads shall run anywhere. So there are no fewer threads than elsewhere, and no two of them have to share a core.
+    """
+    node = node_of(device, nodes, pci)
+    if node is None:
+        return None
+    try:
+        found = _listed((nodes / f"node{node}" / "cpulist").read_text()) & os.sched_getaffinity(0)
+        ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _gpus_like(pci / _address(device)))
+    except (OSError, ValueError) as error:
+        log.info("updates run on cores of any NUMA node, nobody says which ones are near the GPU: %s", error)
+        return None
+    return found if ranks * threads <= len(found) else None
+
+
+def stay_on(cores: set[int]) -> None:
+    """Let this thread, and those that it starts, run on these cores alone, if the kernel lets us."""
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        log.info("updates run on cores of any NUMA node: %s", error)
+
+
+def _listed(text: str) -> set[int]:
+    """The numbers of a list such as 0-3,8."""
+    ends = [part.split("-") for part in text.strip().split(",") if part]
+    return {number for pair in ends for number in range(int(pair[0]), int(pair[-1]) + 1)}
+
+
+def _gpus_like(gpu: Path) -> int:
+    """How many of that maker hang on the node of this one, whoever may use them."""
+
+    def told(folder: Path) -> tuple[str, ...]:
+        kind = (folder / "class").read_text().strip()[: len("0x03")]  # display controllers of any kind
+        return kind, *((folder / name).read_text().strip() for name in ("vendor", "numa_node"))
+
+    own = told(gpu)
+    return sum(told(other) == own for other in gpu.parent.iterdir())
 
 
 def prefer(address: int, nbytes: int, node: int) -> bool:

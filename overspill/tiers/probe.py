@@ -4,15 +4,15 @@ import gc
 import mmap
 import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from overspill.cgroups import PROC as _PROC
+from overspill.cgroups import ROOT as _CGROUPS
+from overspill.cgroups import groups
+from overspill.cgroups import read as _read
 from overspill.errors import OptionError
-
-_PROC = Path("/proc")
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def host_available() -> int:
@@ -65,22 +65,12 @@ def _own_headrooms(proc: Path) -> list[int]:
 def _cgroup_headrooms(proc: Path, cgroups: Path) -> list[int]:
     """What each limit above this process leaves free; never empty, because no limit reads as very much."""
     found = [1 << 62]
-    for line in _read(proc / "self/cgroup").splitlines():
-        _number, controllers, path = line.split(":", 2)
-        if controllers == "":
-            for folder in _lineage(cgroups, path):
-                found += [_headroom(folder, limit, "memory.current", "") for limit in ("memory.max", "memory.high")]
-        elif "memory" in controllers.split(","):
-            for folder in _lineage(cgroups / "memory", path):
-                found.append(_headroom(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
+    for version, folder in groups("memory", proc, cgroups):
+        if version == 2:
+            found += [_headroom(folder, limit, "memory.current", "") for limit in ("memory.max", "memory.high")]
+        else:
+            found.append(_headroom(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
     return found
-
-
-def _lineage(root: Path, path: str) -> Iterator[Path]:
-    # In a container the path may be the host's and not exist below our root; then its existing ancestors count.
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    for depth in range(len(parts), -1, -1):
-        yield root.joinpath(*parts[:depth])
 
 
 def _headroom(folder: Path, limit_file: str, usage_file: str, prefix: str) -> int:
@@ -91,10 +81,3 @@ def _headroom(folder: Path, limit_file: str, usage_file: str, prefix: str) -> in
     # The kernel drops clean page cache before it kills, so cache is headroom, as in MemAvailable.
     cache = sum(int(stat.get(prefix + key, "0")) for key in ("inactive_file", "active_file"))
     return int(limit) - int(usage) + cache
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -4,7 +4,6 @@ Best of a few rounds: what else runs on the machine only ever makes it slower. W
 rest is measured in small. Nothing is kept: memory and files are given back.
 """
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from overspill.cgroups import cores
 from overspill.errors import OptionError
 from overspill.specs import GiB, MiB, align
 from overspill.tiers.host import Arena
@@ -89,7 +89,7 @@ def _crossing(ways: list[_Way], device: torch.device) -> float:
 
 def dram(small: bool) -> float:
     """Bytes per second read and written by a copy that all cores share."""
-    threads = len(os.sched_getaffinity(0))
+    threads = cores()
     nbytes = _SMALL_DRAM if small else min(_DRAM, align(host_available() // 8, PAGE))
     source, target = (np.zeros(nbytes, dtype=np.uint8) for _ in range(2))
     source[:], target[:] = 1, 1  # now the pages are there

@@ -1,5 +1,6 @@
 """Pages that the host's cores update while others pass through the ring: the same bits, and nobody is forgotten."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,22 @@ def test_delays_change_no_bit(kind: Kind, hands: Hands, tmp_path: Path) -> None:
     *found, share = with_cores(tmp_path, {kind: 0.002})
     check(tuple(found), trained("device", tmp_path, clip=0.5))
     assert share > 0
+
+
+def test_near_the_gpu(hands: Hands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The thread that calls the library stays on the cores that are near, others do not."""
+    there, near = os.sched_getaffinity(0), {min(os.sched_getaffinity(0))}
+    monkeypatch.setattr(cores, "cores_near", lambda device, threads: near)
+    ran, run = set(), cpu.How.run
+
+    def noted(how: cpu.How, *args: Any) -> None:
+        ran.add(frozenset(os.sched_getaffinity(0)))
+        run(how, *args)
+
+    monkeypatch.setattr(cpu.How, "run", noted)
+    *found, share = with_cores(tmp_path)
+    check(tuple(found), trained("device", tmp_path, clip=0.5))
+    assert share > 0 and ran == {frozenset(near)} and os.sched_getaffinity(0) == there
 
 
 def test_states_are_seen_as_they_are(hands: Hands, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Who updates states in host memory: what a plan chooses for a machine, and how it says so."""
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 import overspill
-from overspill import planning
+from overspill import cgroups, planning
 from overspill.kernels import cpu, executors
 from overspill.kernels.reference import ieee_root
 from overspill.plan import hands
@@ -79,7 +78,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(parts, "PAGED", {"cpu"})
     monkeypatch.setattr(parts, "CORES", {"cpu"})
     # However many there are here.
-    monkeypatch.setattr(planning, "cores_used", lambda threads: len(os.sched_getaffinity(0)))
+    monkeypatch.setattr(planning, "cores_used", lambda threads: cgroups.cores())
 
     def keep(**rates: float | None) -> None:
         path = known.cache()

@@ -1,7 +1,6 @@
 """`overspill bench update`: AdamW on the host's cores, ours beside torch's."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from overspill import cgroups
 from overspill.bench import host_updates, updating
 from overspill.bench.updating import BARE, MEMORY, WHOLE, Case
 from overspill.errors import OptionError
@@ -37,7 +37,7 @@ def test_measurements() -> None:
     for row in found:
         assert row["ok"] and 0 < row["fastest"] <= row["seconds"] <= row["slowest"]
         assert row["per_second"] == row["count"] / row["seconds"]
-        assert row["cores"] == len(os.sched_getaffinity(0)) and row["rounds"] == 3
+        assert row["cores"] == cgroups.cores() and row["rounds"] == 3
 
 
 @NATIVE

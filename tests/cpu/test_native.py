@@ -4,6 +4,7 @@ each format are in test_native_spaces.py, all lengths in test_native_lengths.py.
 import logging
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 import overspill.native
+from overspill import cgroups
 from overspill.kernels import codecs, cpu, masters, reference
 from overspill.kernels.cpu import How
 from overspill.kernels.elements import Elements
+from overspill.tiers.threads import workers
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False}
 SGD = {"lr": 1e-2, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
@@ -201,10 +204,74 @@ def test_any_number_of_threads() -> None:
         assert differing(ours, known, "adamw") == []
 
 
-def test_threads_are_those_of_the_process_whatever_omp_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_those_of_the_process_whatever_omp_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(cgroups, "PROC", tmp_path)  # no quota, wherever this runs
     how = How.best()
     assert how is not None and how.threads == len(os.sched_getaffinity(0))
+
+
+# The job's quota, that of its step, and how many cores they come to.
+QUOTAS = {
+    "none": ("max 100000", "max 100000", 64),
+    "of the job": ("400000 100000", "max 100000", 4),
+    "a part of a core counts": ("max 100000", "250000 100000", 3),
+    "less than one": ("20000 100000", "max 100000", 1),
+    "the smallest counts": ("500000 100000", "800000 100000", 5),
+    "more than there are": ("9900000 100000", "max 100000", 64),
+    "nobody knows": ("", "many", 64),
+}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("case", QUOTAS)
+def test_threads_are_no_more_than_a_quota_lets_run(
+    case: str, version: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    *quotas, cores = QUOTAS[case]
+    line, root = ("7:cpu,cpuacct:/job/step\n", "cpu") if version == 1 else ("0::/job/step\n", "")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text(f"4:memory:/other\n{line}")
+    for folder, told in zip(("job", "job/step"), quotas, strict=True):
+        group = tmp_path / "cgroup" / root / folder
+        group.mkdir(parents=True)
+        if version == 2:
+            (group / "cpu.max").write_text(f"{told}\n")
+        else:
+            for name, number in zip(("quota", "period"), told.replace("max", "-1").split(), strict=False):
+                (group / f"cpu.cfs_{name}_us").write_text(f"{number}\n")
+    monkeypatch.setattr(cgroups, "PROC", tmp_path)
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    how = How.best()
+    assert how is not None and how.threads == cgroups.cores() == cores
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    how = How.best()
+    assert how is not None and how.threads == max(1, cores // 2), "its ranks share it"
+
+
+def pool_threads() -> list[set[int]]:
+    """Where those of the library may run."""
+    tasks = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "overspill-pool\n"]
+    return [os.sched_getaffinity(int(task.name)) for task in tasks]
+
+
+def test_threads_run_where_their_caller_may() -> None:
+    on, how, all_cores = elements("adamw", 1 << 20, KINDS[2]), How("portable", 3), os.sched_getaffinity(0)
+    native("adamw", on, 3, how)
+    assert [where == all_cores for where in pool_threads()].count(True) >= 2
+    one = {max(all_cores)}
+
+    def bound() -> int:
+        os.sched_setaffinity(0, one)
+        native("adamw", on, 3, how)
+        return pool_threads().count(one)
+
+    with workers(1, "bound") as pool:
+        assert pool.submit(bound).result() >= 2, "those that were there already"
+    assert os.sched_getaffinity(0) == all_cores
+    native("adamw", on, 3, how)
+    assert pool_threads().count(all_cores) >= 2, "and back"
 
 
 def test_a_forked_process_has_threads_of_its_own() -> None:
@@ -233,8 +300,13 @@ def test_without_the_library_one_line_says_so(
     monkeypatch.setattr(overspill.native, "LIBRARY", tmp_path / "none.so")
     cpu.library.cache_clear()
     try:
-        with caplog.at_level(logging.INFO, "overspill"):
+        with caplog.at_level(logging.WARNING, "overspill"):
             assert cpu.library() is None and cpu.library() is None and How.best() is None and cpu.sets() == ()
         assert caplog.text.count("no native library") == 1
+        cpu.library.cache_clear()
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        with caplog.at_level(logging.WARNING, "overspill"):
+            assert cpu.library() is None
+        assert caplog.text.count("no native library") == 1, "the first rank of a machine has said it"
     finally:
         cpu.library.cache_clear()
