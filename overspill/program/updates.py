@@ -96,13 +96,18 @@ def _stage(program: Program, state: State, unit: int, page: int, ops: list[Op]) 
     while state.leaving and program.shares_room:
         state = drop_grad(program, state, ops)
     placement, spec = program.placements[unit], program.model.units[unit].pages[page]
+    states = placement.state != "device" and spec.state_bytes > 0
+    grads = placement.grad != "device" and spec.grad_bytes > 0
+    if not states and not grads:
+        # It takes no slot: whoever took that after it would wait for its update, not for who was inside before.
+        return state.but(ready=state.ready | {(unit, page)})
     slot, full = state.turn % program.limits.depth, len(state.staged) >= program.limits.depth
     old = state.staged[0] if full else None
     done = () if old is None else tuple(Key(kind, *old) for kind in (Kind.STATE_STORE, Kind.UPDATE))
-    if placement.state != "device" and spec.state_bytes:
+    if states:
         stored, lane = (Key(Kind.STATE_STORE, unit, page),), lanes(placement.state)[0]
         ops.append(Op(Kind.STATE_FETCH, lane, unit, page, spec.state_bytes, stored, slot, done, free=True))
-    if placement.grad != "device" and spec.grad_bytes:
+    if grads:
         waits = (Key(Kind.DUE, unit), *(Key(Kind.GRAD_STORE, unit, part.param) for part in spec.parts))
         lane = lanes(placement.grad)[0]
         ops.append(Op(Kind.PAGE_GRADS, lane, unit, page, spec.grad_bytes, waits, slot, done, free=True))

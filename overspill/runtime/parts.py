@@ -228,8 +228,9 @@ def _is_piped(program: Program, device: torch.device) -> bool:
 
 
 def _weight_home(tiers: Mapping[TierName, Tier], name: TierName, unit: UnitSpec) -> Home | None:
-    """A rank that owns nothing of a unit has a home for it all the same, without bytes."""
-    if unit.weight_bytes and not unit.home_bytes:
+    """What has no bytes has a home away from the device all the same: a unit of which this rank owns nothing, or whose
+    parameters are all empty."""
+    if name in tiers and not unit.home_bytes:
         return tiers["null"], tiers["null"].reserve(0)
     return _reserve(tiers, name, unit.home_bytes)
 

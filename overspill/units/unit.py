@@ -4,8 +4,14 @@ Note [One storage for life]: autograd saves views of weights (`F.linear` saves `
 the device and comes back must come back into the same storage. The flat buffer keeps one storage object for life;
 leaving is `resize_(0)`, coming back is `resize_(n)`. The parameters stay views of it all the time; reading one while
 the storage is empty would crash the process, which is why parameters are closed between uses (runtime/door.py).
+
+Note [NumPy arrays of weights]: torch never resizes a storage again of which a NumPy array was made, even when that
+array is gone. When the unit is to leave, another storage takes its place; not while anybody has views of this one, for
+example a graph that saved them: then the bytes stay, until it is to leave the next time. Only weights in host memory
+can be made into arrays, so this takes nothing of a GPU's memory.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -14,6 +20,8 @@ from torch import Tensor, nn
 from overspill.specs import UnitSpec
 from overspill.tiers import Slot, Tier
 from overspill.units.local import local_of, set_data
+
+log = logging.getLogger("overspill")
 
 
 class Unit:
@@ -83,17 +91,19 @@ class Unit:
         return self.nbytes == 0 or self.flat.untyped_storage().nbytes() > 0
 
     def grow(self) -> None:
-        self.flat.untyped_storage().resize_(self.nbytes)
+        if not self.here:
+            self.flat.untyped_storage().resize_(self.nbytes)
 
     def shrink(self) -> None:
+        """See Note [NumPy arrays of weights]."""
         if not self.flat.untyped_storage().resizable():
+            if self.viewed:
+                log.info("unit %s keeps its memory: there was a NumPy array of it, and views are left", self.spec.name)
+                return
             self._renew()
         self.flat.untyped_storage().resize_(0)
 
     def _renew(self) -> None:
-        """Once a NumPy array was made of it, torch never resizes a storage again; when that array is gone and no
-        view is left, another storage can take its place."""
-        assert not self.viewed, f"unit {self.spec.name} is to leave the device but somebody holds views of it"
         with torch.inference_mode(False):
             self.flat = torch.empty_like(self.flat)
             self._as = _arrays(self.flat, self.spec)
