@@ -2,7 +2,8 @@
 
 Nothing may change a gradient between that moment and `step()`, so there is no clipping by a norm of all. What would be
 silently different from a plain loop is refused: another learning rate at `step()`, and any look at weights or states
-before it, of which some are new already.
+before it, of which some are new already. One case torch refuses itself, as a weight changed in place: a module that is
+used twice, once inside a re-entrant checkpoint, whose backward pass is one of its own and ends before the other's.
 """
 
 import logging

@@ -51,7 +51,7 @@ class Residency:
         self._last: tuple[int, ...] = ()
         self._behind: tuple[int, ...] = ()
         """What the running backward node, or the last one, asked for."""
-        self.turns = Turns(self._depth, self._recorder)
+        self.turns = Turns(self._depth, self._recorder, parts.made.executor.lanes.device)
         self.copies = Copies(self, parts)
         self.check_use: Callable[[tuple[int, ...]], None] = lambda units: None
         """Refuses uses of units that may not be used now. Not by autograd, which looks itself whether weights are as
@@ -134,6 +134,7 @@ class Residency:
     def exit(self, units: tuple[int, ...], output: Any = None) -> tuple[int, ...]:
         """The units whose outermost call ends here and whose weights may leave the device; with them those that are
         open further up, because a caller may have handed its own weights down."""
+        self.turns.follow()
         ended = []
         for u in units:
             self._depth[u] -= 1

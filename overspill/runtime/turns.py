@@ -1,8 +1,12 @@
-"""One thread at a time.
+"""One thread at a time, and one stream.
 
 Two threads that use one model at once would take each other's weights away. Taking turns is fine. So whenever another
 thread comes than the last time, we look at what that one is doing now. torch runs the backward pass of a GPU's nodes in
 threads of its own: these work for the thread that called backward, and Python did not start them.
+
+Note [The last stream]: a plain step is over for every stream that waited for it. Ours is over for the stream that used
+the weights first: it waited for their update, for their way here, and for who had their memory before. So a stream that
+uses the model comes behind the one that used it last, and thereby behind all that this one waited for.
 """
 
 import sys
@@ -14,6 +18,7 @@ from torch import nn
 from torch.autograd import graph
 
 from overspill.errors import StateError
+from overspill.tiers import streams
 from overspill.trace import Recorder
 
 BACKWARD = frozenset({graph._engine_run_backward.__code__})
@@ -23,13 +28,26 @@ CALL = frozenset({nn.Module._call_impl.__code__})
 class Turns:
     """Knows who used the model last. `depths`: how many calls of each unit are running, at any time."""
 
-    def __init__(self, depths: list[int], recorder: Recorder) -> None:
+    def __init__(self, depths: list[int], recorder: Recorder, device: torch.device) -> None:
         self._depths = depths
         self._recorder = recorder
         self._last = threading.get_ident()
+        self._device = device
+        self._stream = streams.current(device)
+
+    def follow(self) -> None:
+        """The current stream uses the model, or did until now. See Note [The last stream]."""
+        stream = streams.current(self._device)
+        if stream != self._stream:
+            streams.follow(self._device, stream, self._stream)
+            self._stream = stream
 
     def take(self) -> None:
         """It is this thread's turn now, unless another one is in the middle of something."""
+        self._take_thread()
+        self.follow()
+
+    def _take_thread(self) -> None:
         me = threading.get_ident()
         if me == self._last or _of_torch():
             return
@@ -50,6 +68,7 @@ class Turns:
 
     def unnest(self, units: tuple[int, ...]) -> None:
         """Such a call ended."""
+        self.follow()
         self._depths[units[0]] -= 1
 
 

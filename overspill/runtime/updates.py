@@ -18,6 +18,7 @@ from overspill.runtime.gradients import Gradients
 from overspill.runtime.lanes import Work
 from overspill.runtime.masters import Masters
 from overspill.runtime.pages import Pages
+from overspill.runtime.rooms import before_it_goes
 from overspill.runtime.scaling import Verdict
 from overspill.specs import PartSpec, align
 
@@ -315,9 +316,10 @@ class Updates:
         """The compute lane is behind the update, so the gradients' memory may be used for something else."""
 
         def let_go() -> None:
-            jobs = self._pending.pop(op.unit, ())
-            if self._consumes:
-                for taken in (taken for job in jobs for taken in job.due):
+            for taken in (taken for job in self._pending.pop(op.unit, ()) for taken in job.due):
+                if taken.generation.value is not None:
+                    before_it_goes(taken.generation.value)
+                if self._consumes:
                     taken.generation.consume()
 
         return let_go

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import overspill
+from overspill.program import Kind
 from tests.gpu.test_ahead_gpu import HOMES, LAYERS, WIDTH
 from tests.reference import differing, weights
 
@@ -59,6 +60,7 @@ def test_branches_on_streams_of_their_own(update: str) -> None:
         model, optimizer = overspill.prepare(
             model, optimizer, place=HOMES["states"], gpu="1GiB", host="1GiB", update=update, precision="bf16", **told
         )
+        overspill.api._engine(model).executor.lanes.delays[Kind.UPDATE] = 0.002
         losses = []
         for step in range(6):
             torch.manual_seed(step)
