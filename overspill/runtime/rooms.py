@@ -57,8 +57,8 @@ class _Place(NamedTuple):
 
 
 def before_it_goes(value: Tensor) -> None:
-    """The current stream is behind all uses of a gradient. If that is let go, its memory is the stream's again for which
-    it was allocated: that one comes behind them too."""
+    """The current stream is behind all uses of a gradient. When that is let go, its memory is the stream's again for
+    which it was allocated: that one comes behind them too."""
     room: _Room | None = value.__dict__.get(ROOM)
     if room is not None:
         streams.follow(value.device, room.stream, streams.current(value.device))
