@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from overspill import cgroups
 from overspill.bench import process, screen
 from overspill.bench.jobs import Job
 from overspill.bench.models import said
@@ -26,8 +27,8 @@ class Run:
     limit: float = 900.0
 
     def cases(self) -> Iterator[Case]:
-        """One for every number of cores. The largest size is measured first: smaller ones are a part of its memory."""
-        sizes = sorted(self.sizes, reverse=True)
+        """One for every number of cores. The largest size comes last: it may be too large for the machine."""
+        sizes = sorted(self.sizes)
         for cores in self.cores:
             yield Case(counts=sizes, engines=self.engines, cores=cores, rounds=self.rounds)
 
@@ -43,10 +44,19 @@ def run(asked: Run, files: Files) -> list[dict[str, Any]]:
             outcome = process.run(job, asked.limit, told)
         if outcome.result is None:
             raise OptionError(f"expected {label} to be measured, found that it ended: {outcome.reason}")
-        known += sorted(outcome.result["rows"], key=lambda row: row["count"])
+        known += [*outcome.result["rows"], *missing(case, outcome)]
         files.body["machine"] = files.body["machine"] or outcome.machine
         files.write(updates=known, ratios=ratios(known), paper=beside_the_paper(known))
     return known
+
+
+def missing(case: Case, outcome: process.Outcome) -> Iterator[dict[str, Any]]:
+    """Rows of the sizes at which the worker ended, or which it did not come to."""
+    found = outcome.result["rows"] if outcome.result else []
+    for count in sorted(set(case.counts).difference(row["count"] for row in found)):
+        for engine, kind in case.pairs():
+            named = {"engine": engine, "kind": kind, "count": count, "cores": case.cores or cgroups.cores()}
+            yield {**named, "ok": False, "reason": outcome.reason}
 
 
 def ratios(known: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

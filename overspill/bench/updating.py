@@ -53,6 +53,7 @@ LEFT = 0.04
 """Of the memory that is there: for whatever else runs."""
 
 Arrays = Mapping[str, Tensor]
+Rows = list[dict[str, Any]]
 Told = Callable[[str], None]
 
 
@@ -92,8 +93,9 @@ def check_cores(cores: int) -> None:
         raise OptionError(f"expected --cores from 1 to the {there} that are there, found {cores}")
 
 
-def measure(case: Case, told: Told = lambda text: None) -> list[dict[str, Any]]:
-    """A row for each engine, kind and count: seconds of a round, elements per second; or why there is none."""
+def measure(case: Case, told: Told = lambda text: None, known: Callable[[Rows], None] = lambda rows: None) -> Rows:
+    """A row for each engine, kind and count: seconds of a round, elements per second; or why there is none. `known`
+    hears all rows so far after every count: a machine that runs out of memory at the next one takes none of them."""
     there, threads = os.sched_getaffinity(0), torch.get_num_threads()
     if case.cores is not None:
         check_cores(case.cores)
@@ -103,11 +105,15 @@ def measure(case: Case, told: Told = lambda text: None) -> list[dict[str, Any]]:
         os.sched_setaffinity(0, used)
         torch.set_num_threads(len(used))
         memory = torch.empty(min(room, max(map(_needed, _sets(case)))), dtype=torch.uint8)
-        rows = [row for count in case.counts for row in _measure(case, count, memory, told)]
+        rows: Rows = []
+        for count in case.counts:
+            found = _measure(case, count, memory, told)
+            rows += [{**row, "cores": len(used), "rounds": case.rounds} for row in found]
+            known(rows)
     finally:
         os.sched_setaffinity(0, there)
         torch.set_num_threads(threads)
-    return [{**row, "cores": len(used), "rounds": case.rounds} for row in rows]
+    return rows
 
 
 def _sets(case: Case) -> Iterator[tuple[int, set[str]]]:
@@ -125,7 +131,7 @@ def _room(count: int, name: str) -> int:
     return -(-count * ARRAYS[name][0].itemsize // 4096) * 4096
 
 
-def _measure(case: Case, count: int, memory: Tensor, told: Told) -> list[dict[str, Any]]:
+def _measure(case: Case, count: int, memory: Tensor, told: Told) -> Rows:
     """All of one count, kind after kind."""
     fits: list[tuple[str, str]] = []
     names: set[str] = set()
@@ -155,9 +161,9 @@ def _carved(count: int, names: set[str], memory: Tensor) -> Arrays:
     return found
 
 
-def _in_turns(pairs: Sequence[tuple[str, str]], count: int, arrays: Arrays, rounds: int) -> list[dict[str, Any]]:
+def _in_turns(pairs: Sequence[tuple[str, str]], count: int, arrays: Arrays, rounds: int) -> Rows:
     """See Note [The same memory]."""
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     runs: list[tuple[Callable[[], object], list[float]]] = []
     for engine, kind in pairs:
         row: dict[str, Any] = {"engine": engine, "kind": kind, "count": count, "ok": True, "reason": None}
@@ -165,9 +171,11 @@ def _in_turns(pairs: Sequence[tuple[str, str]], count: int, arrays: Arrays, roun
             run = _memory(arrays) if kind == MEMORY else _UPDATES[engine](kind, arrays)
             run()
             runs.append((run, []))
-        except (OptionError, ImportError, RuntimeError) as error:
-            # What a peer needs may not be there; the others are measured all the same.
-            row |= {"ok": False, "reason": str(error).splitlines()[0]}
+        except Exception as error:
+            if engine == OURS and not isinstance(error, OptionError):
+                raise
+            # What a peer needs may not be there, or not fit this machine; the others are measured all the same.
+            row |= {"ok": False, "reason": (str(error).splitlines() or [type(error).__name__])[0]}
         rows.append(row)
     for _ in range(rounds):
         for run, seconds in runs:

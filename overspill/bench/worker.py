@@ -203,7 +203,9 @@ def begin(job: Job, events: Events) -> dict[str, Any]:
 
 def update(job: Job, events: Events) -> dict[str, Any]:
     events.phase("update")
-    return {"rows": updating.measure(updating.Case(**job.settings), lambda text: events.say(news=text))}
+    case = updating.Case(**job.settings)
+    rows = updating.measure(case, lambda text: events.say(news=text), lambda rows: events.say(measured={"rows": rows}))
+    return {"rows": rows}
 
 
 KINDS: dict[str, Callable[[Job, Events], dict[str, Any]]] = {

@@ -3,14 +3,14 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor
 
 from overspill import cgroups
-from overspill.bench import host_updates, updating
+from overspill.bench import host_updates, process, results, updating
 from overspill.bench.updating import BARE, MEMORY, WHOLE, Case
 from overspill.errors import OptionError
 from overspill.kernels import cpu
@@ -55,6 +55,40 @@ def test_what_is_not_there_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     found = updating.measure(Case(counts=(64,), engines=("deepspeed", "ours"), rounds=1))
     assert [row["ok"] for row in found] == [True, False, True, False, True]
     assert "expected deepspeed to be installed" in found[1]["reason"]
+
+
+@NATIVE
+def test_a_peer_that_breaks_breaks_only_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(kind: str, on: updating.Arrays) -> NoReturn:
+        raise AssertionError
+
+    monkeypatch.setitem(updating._UPDATES, "deepspeed", broken)
+    found = updating.measure(Case(counts=(64,), engines=("deepspeed", "ours"), rounds=1))
+    assert [row["ok"] for row in found] == [True, False, True, False, True] and found[1]["reason"] == "AssertionError"
+    monkeypatch.setitem(updating._UPDATES, "ours", broken)
+    with pytest.raises(AssertionError):
+        updating.measure(Case(counts=(64,), engines=("ours",), rounds=1))
+
+
+@NATIVE
+def test_a_size_that_ends_the_worker_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of the smaller sizes is written down."""
+    said: list[list[int]] = []
+    case = Case(counts=(64, 128), kinds=(WHOLE,), rounds=1)
+    rows = updating.measure(case, known=lambda rows: said.append([row["count"] for row in rows]))
+    assert said == [[64], [64, 128]]
+    ended = process.Outcome({"rows": rows[:1]}, "killed by SIGKILL", {"cores": 2}, {}, 1.0, [])
+    monkeypatch.setattr(process, "run", lambda *_: ended)
+    files = results.Files("update", tmp_path / "found.json", None, {"machine": None})
+    known = host_updates.run(host_updates.Run(sizes=(128, 64), engines=("ours",)), files)
+    assert [(row["count"], row["kind"], row["ok"]) for row in known] == [
+        (64, WHOLE, True),
+        (128, MEMORY, False),
+        (128, BARE, False),
+        (128, WHOLE, False),
+    ]
+    assert known[-1]["reason"] == "killed by SIGKILL" and "killed by SIGKILL" in host_updates.summary(known)
+    assert json.loads((tmp_path / "found.json").read_text())["updates"] == known
 
 
 def arrays() -> dict[str, Tensor]:
