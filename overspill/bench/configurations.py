@@ -85,6 +85,18 @@ def check(configurations: Sequence[Ours], peers: Sequence[str]) -> None:
         raise OptionError(f"expected engines of different names, found {twice[0]!r} twice; name one with name=...")
 
 
+def check_delay(configurations: Sequence[Ours], warmup: int) -> None:
+    """Refuse to time delayed updates before they are delayed."""
+    for ours in configurations:
+        after = options(ours.keywords).delay_after
+        if ours.keywords.get("update") == "delayed" and after >= warmup:
+            raise OptionError(
+                f"expected delay_after= below the {warmup} steps before the clock starts, found {after} for "
+                f"{ours.label!r}, which would time steps as usual; say update=delayed,delay_after={max(0, warmup - 1)} "
+                "or more steps with --warmup"
+            )
+
+
 def _value(name: str, text: str) -> Any:
     """As `prepare` takes it."""
     if text in _WORDS:

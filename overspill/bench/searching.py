@@ -5,7 +5,8 @@ means something. The search goes up in leaps until a size is refused, then halve
 
 Note [Activations of a size]. A plan keeps what room there is for activations and cannot know what a batch takes of it,
 so the largest plan may be one that no batch fits in. They grow by the same with every layer: on a GPU they are measured
-with one layer and with two, and a plan with less room than that is refused too.
+with one layer and with two, and a plan with less room than that is refused too. Gradients, for which a plan has room of
+its own, go as they come while that is measured.
 """
 
 import gc
@@ -122,6 +123,8 @@ def activations(training: Training, sizes: Sizes) -> int:
 def _beside_weights(training: Training, device: torch.device) -> int:
     model: Any = models.build(training, torch.bfloat16, device)
     tokens = next(Batches(training, text_model.vocabulary(model), device))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_let_go)
     weights = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     model(input_ids=tokens, labels=tokens).loss.backward()
@@ -129,6 +132,10 @@ def _beside_weights(training: Training, device: torch.device) -> int:
     del model
     gc.collect()
     return taken
+
+
+def _let_go(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 def fixed_budgets(made: overspill.Plan) -> dict[str, int]:

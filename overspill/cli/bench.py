@@ -135,6 +135,7 @@ def step(
         profile=profile,
     )
     configurations.check(asked.ours, asked.peers)
+    configurations.check_delay(asked.ours, asked.training.warmup)
     files = Files("step", out, chart, results.head("overspill bench step", commit))
     known = steps.run(asked, files)
     files.draw()

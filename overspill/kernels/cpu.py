@@ -83,7 +83,8 @@ def takes(on: Elements) -> bool:
     if on.kept is None:
         own = on.weight.dtype == torch.float32
     else:
-        own = on.weight.dtype == torch.bfloat16 and on.kept.dtype in (torch.int16, torch.int8)
+        kept = torch.int8 if on.format == "compact" else torch.int16
+        own = on.weight.dtype == torch.bfloat16 and on.kept.dtype == kept
     return own and on.gradient.dtype in (torch.float32, torch.bfloat16)
 
 

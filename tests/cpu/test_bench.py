@@ -199,6 +199,7 @@ def test_multiples_are_for_ours_and_their_unit_is_found(sizes: list[str], of_tor
         (["step", "--ours", "place=state:moon"], "to one of .*, found 'state': 'moon'"),
         (["step", "--ours", "clip=-1"], "clip= from 0, which means not to clip, found '-1'"),
         (["step", "--ours", "gpu=peak:deepspeed"], "add it to --peers"),
+        (["step", "--ours", "update=delayed"], "delay_after= below the 3 steps .*, found 40 .*delay_after=2 or more"),
         (["step", "--build", "moon"], "--build to be one of device, host, meta, found 'moon'"),
         (["step", "--steps", "0"], "--steps from 1, found 0"),
         (["step", "--seq", "1"], "--seq from 2, found 1"),
