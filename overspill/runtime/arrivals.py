@@ -54,6 +54,11 @@ class Arrivals:
         self._streams.setdefault(unit, set()).add(streams.current(self._device))
         return not self._missing[unit]
 
+    @property
+    def some(self) -> bool:
+        """Whether gradients have come since the last step, in a pass that may be the last before the next one."""
+        return bool(self._missing)
+
     def wait(self, unit: int) -> None:
         """What the current stream is given next comes behind all that makes the gradients of a unit. (At the end of a
         backward pass autograd does so itself.)"""

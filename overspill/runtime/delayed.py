@@ -4,8 +4,9 @@ Note [One step later]: after `after` steps as usual, `step()` keeps what it took
 next backward pass, when that has made all of the unit's new gradients and needs its weights no more, and may go on
 until the next forward pass needs them. So it is not waited for until then, though gradients may be clipped by the norm
 of all: that is known since `step()`. A forward pass sees all updates but the last one. Gradients of two steps are kept
-at a time. Whatever looks at the model from outside (an evaluation, a checkpoint, a state dict) sees all updates;
-training goes on from there.
+at a time. Where a step is skipped, by `zero_grad()` after a backward pass, updates that began in that pass go on, and
+so all that was kept is applied: how many had begun is chance. Whatever looks at the model from outside (an evaluation,
+a checkpoint, a state dict) sees all updates; training goes on from there.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -72,9 +73,11 @@ class Delayed:
         self._arrivals.forget()
         return begun
 
-    def zeroed(self) -> None:
-        """A step may be skipped: what has begun was taken by the one before."""
+    def zeroed(self) -> bool:
+        """See Note [One step later], on steps that are skipped."""
+        skipped = self._arrivals.some
         self.step()
+        return skipped
 
     def exchange(self, jobs: Jobs) -> Jobs:
         """Keep what a step takes; what is due now instead."""

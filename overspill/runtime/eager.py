@@ -123,9 +123,10 @@ class Eager:
             for _, generation in found:
                 generation.spent = True
 
-    def zeroed(self) -> None:
+    def zeroed(self) -> bool:
         """A step cannot be skipped: it has begun."""
         self.check()
+        return False
 
     def exchange(self, jobs: Jobs) -> Jobs:
         return jobs

@@ -1,7 +1,7 @@
 """One prepared model: its parts, put together."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -65,14 +65,11 @@ class Engine:
         listeners = hooks.Listeners(weakref.proxy(self), self.residency, self.residency.copies)
         self._hooks = hooks.install(model, parts.layout, listeners)
         if parts.scale is not None:
-            self._take_gradients()
-
-    def _take_gradients(self) -> None:
-        """What is in `p.grad` from before is not scaled, so autograd may not add to it."""
-        for index, unit in enumerate(self.units):
-            for param, p in enumerate(unit.params):
-                if p.grad is not None:
-                    self.hand_out(p, self.parts.made.grads.take(index, param, part_for(p, p.grad.detach())))
+            # What is in `p.grad` from before is not scaled, so autograd may not add to it.
+            for index, unit in enumerate(self.units):
+                for param, p in enumerate(unit.params):
+                    if p.grad is not None:
+                        self.hand_out(p, parts.made.grads.take(index, param, part_for(p, p.grad.detach())))
 
     def hand_out(self, p: nn.Parameter, generation: Generation) -> None:
         p.grad = None
@@ -174,14 +171,26 @@ class Engine:
         jobs = self.early.exchange(self.steps.judged(jobs))
         self._put(jobs)
         self.residency.forget()
+        self._show((*jobs, *begun))
+        self.measures.tick()
+
+    @untraced
+    def zeroed(self) -> None:
+        """Gradients are dropped, perhaps without a step."""
+        if not self.early.zeroed() or self.closed:
+            return
+        self.residency.turns.take()
+        self._show(self.look())
+
+    def _show(self, units: Iterable[int]) -> None:
+        """Those of which somebody holds views of weights, or has them all open, are updated now: whoever looks would
+        see them before their update."""
         with self.executor.views:
-            seen = tuple(u for u in (*jobs, *begun) if is_seen(self.residency, self.units[u]))
+            seen = tuple(u for u in units if is_seen(self.residency, self.units[u]))
         if seen:
-            # Whoever holds views of weights, or has them all open, would see them before their update.
             self.settle_units(seen)
             for unit in seen if self.rounds is not None else ():
                 self.residency.need((unit,), ahead=False)
-        self.measures.tick()
 
     @untraced
     def settle(self, look: bool = True) -> None:
@@ -196,13 +205,15 @@ class Engine:
         self.settle_units()
         self.executor.finish()
 
-    def look(self) -> None:
-        """Somebody looks from outside: what a step took that is to be applied later is due now."""
+    def look(self) -> frozenset[int]:
+        """Somebody looks from outside: what a step took that is to be applied later is due now. Returns of which units
+        there is some."""
         self.steps.hear()
         due = self.early.flush()
         if due:
             self.settle_units(tuple(sorted(self.executor.state.pending & due.keys())))
             self._put(due)
+        return frozenset(due)
 
     def _put(self, jobs: Jobs) -> None:
         for unit, todo in jobs.items():
@@ -249,7 +260,7 @@ class Engine:
             if self.rounds is not None:
                 # Until all ranks have the unit whole, none gives its share of it away.
                 self.rounds.meet_to_close(index)
-            self._give_back(index)
+            _give_back(self.parts, index)
         hooks.flatten(self.model)
         for buffer, device in self.parts.buffers:
             buffer.data = buffer.data.to(device)
@@ -265,24 +276,25 @@ class Engine:
         if self.parts.held is not None:
             self.parts.held.close()
 
-    def _give_back(self, index: int) -> None:
-        """Plain parameters with plain gradients, on the devices they came from."""
-        unit, masters = self.units[index], self.parts.made.masters
-        handles = [p.grad for p in unit.params]
-        values = {i: masters.read((index, i)) for i in range(len(unit.params)) if (index, i) in masters}
-        for p in unit.params:
-            p.grad = None
-            set_door(p, None)
-            delattr(p, HANDLE)
-        unit.give_back(values)
-        for p, handle in zip(unit.params, handles, strict=True):
-            held = None if handle is None else part_for(p, handle)
-            # What an update took in the backward pass is not there any more.
-            if held is not None and not (isinstance(held, GradHandle) and held.generation.consumed):
-                part = local_of(p)
-                value = self.parts.made.grads.bytes.read(held.generation) if isinstance(held, GradHandle) else held
-                whole = torch.empty_strided(part.shape, part.stride(), dtype=p.dtype, device=p.device)
-                p.grad = wrapped(p, whole.copy_(value))
+
+def _give_back(parts: Parts, index: int) -> None:
+    """Plain parameters with plain gradients, on the devices they came from."""
+    unit, made = parts.units[index], parts.made
+    handles = [p.grad for p in unit.params]
+    values = {i: made.masters.read((index, i)) for i in range(len(unit.params)) if (index, i) in made.masters}
+    for p in unit.params:
+        p.grad = None
+        set_door(p, None)
+        delattr(p, HANDLE)
+    unit.give_back(values)
+    for p, handle in zip(unit.params, handles, strict=True):
+        held = None if handle is None else part_for(p, handle)
+        # What an update took in the backward pass is not there any more.
+        if held is not None and not (isinstance(held, GradHandle) and held.generation.consumed):
+            part = local_of(p)
+            value = made.grads.bytes.read(held.generation) if isinstance(held, GradHandle) else held
+            whole = torch.empty_strided(part.shape, part.stride(), dtype=p.dtype, device=p.device)
+            p.grad = wrapped(p, whole.copy_(value))
 
 
 def _size_of(inputs: Any, depth: int) -> tuple[int, int]:

@@ -25,8 +25,8 @@ class Early(Protocol):
     def step(self) -> frozenset[int]:
         """The units whose updates have begun."""
 
-    def zeroed(self) -> None:
-        """Gradients are dropped, perhaps without a step."""
+    def zeroed(self) -> bool:
+        """Gradients are dropped. Whether that skips a step, with which what is kept of the one before was due."""
 
     def exchange(self, jobs: Jobs) -> Jobs:
         """What a step takes; what is due now instead."""
@@ -48,7 +48,9 @@ class Lazy:
     def step(self) -> frozenset[int]:
         return frozenset()
 
-    def zeroed(self) -> None: ...
+    def zeroed(self) -> bool:
+        return False
+
     def exchange(self, jobs: Jobs) -> Jobs:
         return jobs
 

@@ -101,7 +101,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. With update="eager" a step cannot be skipped: it has begun."""
-        self.engine.early.zeroed()
+        self.engine.zeroed()
         if not set_to_none or self.engine.closed:
             super().zero_grad(set_to_none)
             return

@@ -218,6 +218,40 @@ def test_gradients_that_are_added_to_after_a_step(tmp_path: Path) -> None:
     assert not differing(weights(overspill.close(model)), weights(plain.model))
 
 
+@pytest.mark.parametrize("held", [False, True], ids=["nobody looks", "views are held"])
+@pytest.mark.parametrize("place", ["device", "host", "states"])
+def test_a_skipped_step_applies_the_one_before(place: str, held: bool, paged: bool, tmp_path: Path) -> None:
+    """All of it, whatever had begun: who holds views of weights keeps their updates from beginning in a backward
+    pass, and a layer that a loss does not depend on has none there."""
+
+    def run(model: nn.Module, optimizer: Any, step: Callable[[], None], skip: Callable[[], None]) -> list[Any]:
+        found: list[Any] = []
+        views = [p.detach() for p in model.parameters()][::2] if held else []
+        for number in range(STEPS):
+            if number in (4, 6, 7):
+                # A pass in which the step is skipped, of a part of the model.
+                model(torch.arange(6).view(2, 3), skip=1).square().mean().backward()
+                skip()
+                found.append([view.clone() for view in views])
+            found.append(sum(passes_of(model, 1)))
+            step()
+            optimizer.zero_grad()
+        return found
+
+    plain = Plain(AFTER)
+
+    def skip() -> None:
+        plain.flush()
+        plain.optimizer.zero_grad()
+
+    known = run(plain.model, plain.optimizer, plain.step, skip)
+    plain.flush()
+    model, optimizer = prepared(place, tmp_path)
+    found = run(model, optimizer, optimizer.step, optimizer.zero_grad)
+    assert both.same(found, known)
+    assert not differing(weights(overspill.close(model)), weights(plain.model))
+
+
 def test_room_for_two_gradients_is_planned() -> None:
     model = small.build()
     made = {
