@@ -47,6 +47,7 @@ def react(program: Program, state: State, event: Event) -> tuple[State, list[Op]
         case Step():
             state = _step(program, state, event, ops)
         case Due():
+            state = state.but(early=state.early | event.units)
             state = _consume(program, due(program, state, event.units, ops), event.units, ops)
         case Settle():
             state = _settle(program, state, event, ops)
@@ -121,7 +122,7 @@ def _step(program: Program, state: State, event: Step, ops: list[Op]) -> State:
     assert not state.arrived, f"gradients of units {sorted(state.arrived)} were never reduced"
     while state.leaving:
         state = drop_grad(program, state, ops)
-    state = learn(state, "train").but(pinned=state.pinned & event.held)
+    state = learn(state, "train").but(pinned=state.pinned & event.held, early=frozenset())
     state = due(program, state, event.due, ops)
     return make_room(program, state, 0, event.held, ops)
 

@@ -41,11 +41,12 @@ def update(program: Program, state: State, unit: int, ops: list[Op]) -> State:
 
 def next_updates(program: Program, state: State) -> Iterator[int]:
     """Units in the order in which updates will begin next: as they are needed, if all are due with the step; else the
-    other way round, as gradients are complete."""
+    other way round, as gradients are complete, and those that have begun in this pass not before the next one."""
     order = list(dict.fromkeys(state.expected.get("train", ())))
     if program.eager:
         order.reverse()
-    return (unit for unit in order if unit not in state.begun and program.passes(unit))
+        order.sort(key=lambda unit: unit in state.early)
+    return (u for u in order if program.passes(u) and (program.eager or u not in state.begun))
 
 
 def deadline(state: State, unit: int) -> int:

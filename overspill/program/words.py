@@ -227,6 +227,8 @@ class State:
     """Units with an update that is due and that the compute lane is not behind."""
     begun: frozenset[int] = frozenset()
     """Those of them that were handed out."""
+    early: frozenset[int] = frozenset()
+    """Units whose updates were due in the backward passes since the last step."""
     staged: tuple[tuple[int, int], ...] = ()
     """(unit, page) that have slots of the ring, for an update or on their way home, the oldest first."""
     ready: frozenset[tuple[int, int]] = frozenset()

@@ -38,6 +38,8 @@ QUEUED = 6
 """Pages that may be on their way, each way, where slots are waited for: more than pass while nobody looks."""
 FAR = 24
 """Where they are not. With 64 CUDA let nobody queue the next copy before the first ones were over."""
+PASSING = 3
+"""Slots that pages fetched for later leave to others: for one that comes, one that is updated, and one that goes."""
 SPARE = 4
 """Slots that pages on the device are to leave for those that come: as many as come while one goes home."""
 
@@ -90,7 +92,7 @@ class Handing:
         self._submitted = 0
         """How many came so far."""
         self._lock = threading.Lock()
-        self._later: tuple[tuple[int, frozenset[int]] | None, deque[Page]] = (None, deque())
+        self._later: tuple[tuple[object, ...], deque[Page]] = ((), deque())
         """What may be fetched when everything at hand is on its way; as of when so many had come, and these units were
         being updated."""
         self.ends = False
@@ -135,7 +137,7 @@ class Handing:
             # Pages that could go home later have all slots, or are what is waited for; or those that cannot be updated
             # yet have them.
             if not self._passage.send_home() and not len(self._passage.slots):
-                self._passage.give_up(stuck)
+                self._passage.give_up((stuck,))
             return True
         return False
 
@@ -153,7 +155,7 @@ class Handing:
     def end(self) -> None:
         """What was fetched for later is given up."""
         self.ends = False
-        self._later = (None, deque())
+        self._later = ((), deque())
         self._passage.clear()
 
     def _fetch(self, works: Sequence[UnitWork], submitted: int) -> bool:
@@ -166,11 +168,11 @@ class Handing:
                 continue
             page = next((page for page in work.left if self._is_to_come(page, work)), None)
             if page is not None:
-                return self._passage.fetch(page, lent=not far, ahead=far)
+                return self._passage.fetch(page, lent=not far, ahead=far) or _make_way(self._passage, works)
         state = self._executor.state
         if not state.training or self.ends or not len(self._passage.slots):
             return False
-        known = (submitted, state.begun)
+        known = (submitted, state.begun, state.early)
         if self._later[0] != known:
             at_hand = {work.unit for work in works}
             units = [unit for unit in next_updates(self._executor.program, state) if unit not in at_hand]
@@ -252,6 +254,17 @@ class Handing:
         """Whether it is to be fetched, and is not here yet."""
         here = page in self._passage.way_home.waiting or self._passage.has(page)
         return not here and _is_fetched(self._cores, page, work)
+
+
+def _make_way(passage: Passage, works: Sequence[UnitWork]) -> bool:
+    """A page at hand has no slot: whether one that was fetched for later gave its own up, because those have so many
+    that the others pass one by one. (What is next was foreseen wrongly.)"""
+    at_hand = {work.unit for work in works}
+    later = sum(count for unit, count in passage.of_units.items() if unit not in at_hand)
+    if later <= max(0, passage.slots.depth - PASSING):
+        return False
+    passage.give_up(at_hand)
+    return True
 
 
 def _are_busy(cores: Cores | None) -> bool:

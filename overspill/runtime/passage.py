@@ -7,7 +7,7 @@ to wait for the host, it goes into a slot whose page is still on its way home, a
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -158,10 +158,10 @@ class Passage:
             events.insert(0 if self.loans.allowed else 1, self.way_home.first())
         return next((event.synchronize for event in events if event is not None), None)
 
-    def give_up(self, unit: int) -> None:
-        """Free the slot of the page that was fetched last, but for those of this unit."""
-        page = next((page for page in reversed(self._there) if page[0] != unit), None)
-        assert page is not None, f"an update of unit {unit} cannot go on"
+    def give_up(self, units: Collection[int]) -> None:
+        """Free the slot of the page that was fetched last, but for those of these units."""
+        page = next((page for page in reversed(self._there) if page[0] not in units), None)
+        assert page is not None, f"updates of units {sorted(units)} cannot go on"
         self._drop(page)
 
     def clear(self) -> None:

@@ -18,6 +18,8 @@ class Slots:
     def __init__(self, ring: Ring, loans: Loans, depth: int) -> None:
         self._ring = ring
         self.loans = loans
+        self.depth = depth
+        """How many are the ring's own."""
         self._free = deque(range(depth))
         self._lent: dict[int, int] = {}
         """Slots that are lent: how large they are."""
@@ -79,6 +81,7 @@ class Slots:
     def resize(self, program: Program) -> None:
         """As many as its limits say, all of them free."""
         assert not self._lent, "slots are still lent"
-        self._free = deque(range(program.limits.depth))
+        self.depth = program.limits.depth
+        self._free = deque(range(self.depth))
         self._ring.resize(program.placements)
         self.loans.allow(program.model.units, program.placements, program.limits.lent)

@@ -1,7 +1,7 @@
 """Which page is next, and where it goes: ahead of the GPU, but never into memory that somebody still uses."""
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +119,8 @@ def test_a_page_follows_another_one_into_its_slot() -> None:
 class Slotted(list[int]):
     """Free slots, and a number of lent ones."""
 
+    depth = 5
+
     def left(self) -> int:
         return len(self) + 10
 
@@ -162,8 +164,8 @@ class Pages:
     def on_the_way(self) -> Callable[[], None] | None:
         return self.moving
 
-    def give_up(self, unit: int) -> None:
-        raise AssertionError(f"gave up for {unit}")
+    def give_up(self, units: Collection[int]) -> None:
+        raise AssertionError(f"gave up for {units}")
 
 
 class Hands:
@@ -185,7 +187,7 @@ class Hands:
 
 
 def handing(pages: Pages, *works: UnitWork, cores: Any = None) -> Handing:
-    state: Any = SimpleNamespace(state=SimpleNamespace(training=False, begun=frozenset()))
+    state: Any = SimpleNamespace(state=SimpleNamespace(training=False, begun=frozenset(), early=frozenset()))
     found = Handing(state, pages, cores)  # type: ignore[arg-type]
     for each in works:
         found.add(each)
@@ -272,3 +274,21 @@ def test_what_somebody_reads_is_handed_out_when_it_is_computed() -> None:
     assert _in_order([read])[1] == []
     read.waits[0].over = True  # type: ignore[misc]
     assert units(_in_order([read])[1]) == [1]
+
+
+def test_pages_for_later_leave_slots_to_what_is_at_hand() -> None:
+    """Else pages would come and go one at a time, through the one slot that is left."""
+    pages = Pages((8, 0), (8, 1), (8, 2), free=0)
+    moving = Moment()
+    pages.moving, pages.coming = moving.finish, deque([moving])
+    pages.of_units[8] = 3
+    given: list[Any] = []
+
+    def give_up(units: Collection[int]) -> None:
+        given.append(set(units))
+        pages.of_units[8] -= 1
+
+    pages.give_up = give_up  # type: ignore[method-assign]
+    hands = handing(pages, UnitWork(1, 0, [], [(1, 0)]))
+    assert hands.do() and given == [{1}], "three of five slots are for later"
+    assert not hands.do() and len(given) == 1, "two may be"

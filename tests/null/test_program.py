@@ -231,7 +231,12 @@ def test_what_is_updated_next() -> None:
     assert list(next_updates(made, state)) == [0, 1, 3]
     made = replace(made, eager=True)
     state, _ = react(made, start(made), Due(frozenset({3})))
-    assert list(next_updates(made, state)) == [2, 1, 0], "gradients are complete from the end on"
+    assert list(next_updates(made, state)) == [2, 1, 0, 3], "gradients are complete from the end on"
+    state, _ = react(made, state, Due(frozenset({2})))
+    state, _ = react(made, state, Need((3,)))
+    assert list(next_updates(made, state)) == [1, 0, 3, 2], "what this pass updated is not due before the next one"
+    state, _ = react(made, state, Step(frozenset({0, 1})))
+    assert list(next_updates(made, state)) == [3], "as seen"
 
 
 def test_the_simulator_folds_the_same_program() -> None:
