@@ -10,6 +10,11 @@ import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _THRESHOLD = 128 << 10
+GROWTH = 20 << 20
+"""Bytes by which torch's growing segments grow. Whether there is room for them is decided by what was asked for, which
+may be less: without as much to spare a limit would be passed by a part of it."""
+LEAST_SHARE = 64
+"""Of a budget, what may be spared for that is one part in so many."""
 
 log = logging.getLogger("overspill")
 
@@ -108,5 +113,6 @@ def _give_budget_back(device: torch.device, which: int, pid: int) -> None:
 
 def _limit(device: torch.device) -> None:
     held, total = _budgets[device].values(), torch.cuda.get_device_properties(device).total_memory
-    share = sum(b.nbytes + b.others for b in held) / total if held else 1.0
+    kept = sum(b.nbytes - min(GROWTH, b.nbytes // LEAST_SHARE) + b.others for b in held)
+    share = kept / total if held else 1.0
     torch.cuda.set_per_process_memory_fraction(min(_caps[device], share), device)

@@ -10,6 +10,7 @@ from torch import nn
 
 import overspill
 from overspill.program import Kind
+from overspill.specs import MiB
 from tests import small
 from tests.reference import Recipe, differing, train, weights
 
@@ -117,6 +118,21 @@ def test_reserved_memory_stays_within_the_plan(budget: str) -> None:
     peak = torch.cuda.max_memory_reserved() - base
     assert peak <= plan.peak("device") <= plan.budget.device, f"{peak} {plan}"
     assert differing(weights(overspill.close(model)), expected) == []
+
+
+@pytest.mark.parametrize("asked", [11 * MiB, 33 * MiB, 47 * MiB])
+def test_torch_reserves_no_more_than_the_budget(asked: int) -> None:
+    """Sizes that its segments do not grow by."""
+    torch.cuda.empty_cache()
+    base, model = torch.cuda.memory_reserved(), wide()
+    model, optimizer = overspill.prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32", gpu="2GiB")
+    kept = []
+    with pytest.raises(torch.OutOfMemoryError):
+        while True:
+            kept.append(torch.empty(asked, dtype=torch.uint8, device="cuda"))
+    assert torch.cuda.max_memory_reserved() - base <= 2048 * MiB
+    del kept
+    overspill.close(model)
 
 
 @pytest.mark.parametrize("kind", [Kind.PAGE_GRADS, Kind.UPDATE, None])
