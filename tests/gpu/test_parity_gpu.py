@@ -125,7 +125,7 @@ def test_torch_reserves_no_more_than_the_budget(asked: int) -> None:
     """Sizes that its segments do not grow by."""
     torch.cuda.empty_cache()
     base, model = torch.cuda.memory_reserved(), wide()
-    model, optimizer = overspill.prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32", gpu="2GiB")
+    model, _ = overspill.prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32", gpu="2GiB")
     kept = []
     with pytest.raises(torch.OutOfMemoryError):
         while True:
