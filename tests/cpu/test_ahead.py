@@ -250,6 +250,35 @@ def test_another_plan_changes_no_bit(
     check((found, weights(overspill.close(model))), expected)
 
 
+@pytest.mark.parametrize("most", [0.0, 1.0])
+def test_what_leaves_too_little_room_moves_out_again(
+    most: float, paged: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the allocator searches as soon as more than this share of what could move in has done so."""
+    lengths = functools.partial(of_lengths, steps=[[5]] * 20)
+    model = small.build(blocks=BLOCKS)
+    model, optimizer = overspill.prepare(model, adamw(model), place=HOMES["device"])
+    expected = lengths(model, optimizer, []), weights(overspill.close(model))
+    plans: dict[bool, list[int]] = {}
+    owned: list[int] = []
+
+    def searches(measures: Measures) -> float:
+        first, all = owned
+        return 9.0 if measures._planned.owned > first + most * (all - first) else 0.0
+
+    for watched in (False, True):
+        model, optimizer = crowded(20, monkeypatch, precision="bf16")
+        monkeypatch.setattr(Measures, "searches", property(searches) if watched else 0.0)
+        engine, plans[watched] = overspill.api._engine(model), list[int]()
+        owned += [] if watched else [engine.parts.planned.owned]
+        found = lengths(model, optimizer, plans[watched])
+        owned += [] if watched else [engine.parts.planned.owned]
+        check((found, weights(overspill.close(model))), expected)
+    there, less = plans[False], plans[True]
+    assert there[-1] == max(there) > there[0]
+    assert less[-1] == there[-1] if most else less[0] <= less[-1] < max(less) == there[-1]
+
+
 @pytest.mark.parametrize("room", [8, 46])
 def test_sums_that_were_not_planned_are_exact_or_refused(
     room: int, paged: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
