@@ -168,7 +168,7 @@ class Handing:
                 continue
             page = next((page for page in work.left if self._is_to_come(page, work)), None)
             if page is not None:
-                return self._passage.fetch(page, lent=not far, ahead=far) or _make_way(self._passage, works)
+                return _make_way(self._passage, works) or self._passage.fetch(page, lent=not far, ahead=far)
         state = self._executor.state
         if not state.training or self.ends or not len(self._passage.slots):
             return False
@@ -257,8 +257,10 @@ class Handing:
 
 
 def _make_way(passage: Passage, works: Sequence[UnitWork]) -> bool:
-    """A page at hand has no slot: whether one that was fetched for later gave its own up, because those have so many
-    that the others pass one by one. (What is next was foreseen wrongly.)"""
+    """A page at hand is to come: whether one that was fetched for later gave its slot up, because those have so many
+    that the others would pass one by one. (What is next was foreseen wrongly.)"""
+    if len(passage.slots):
+        return False
     at_hand = {work.unit for work in works}
     later = sum(count for unit, count in passage.of_units.items() if unit not in at_hand)
     if later <= max(0, passage.slots.depth - PASSING):
