@@ -23,6 +23,7 @@ from overspill.errors import (
     UnknownOptionError,
 )
 from overspill.runtime.watch import ShapeWatch
+from overspill.setup import LEFT
 from tests import small
 from tests.both import AWAY, HERE, adamw, everywhere, losses, prepare, train
 from tests.reference import differing, weights
@@ -105,6 +106,22 @@ def test_the_smallest_host_budget_is_the_smallest(place, tmp_path: Path) -> None
     model, optimizer = overspill.prepare(model, optimizer, host=needed, **keywords)
     plain = build()
     assert train(model, optimizer) == train(plain, adamw(plain))
+
+
+@pytest.mark.parametrize("place", [None, HERE, AWAY], ids=["solved", "here", "away"])
+def test_budgets_beyond_the_memory_of_a_machine_without_a_gpu(place, tmp_path: Path, monkeypatch: Any) -> None:
+    keywords = {"gpu": "1TiB", "host": "1TiB", "nvme": {tmp_path: "1GiB"}, "place": place}
+    model = small.build()
+    planned = overspill.plan(model, adamw(model), **keywords)
+    here = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    owned = planned.peak("device") - planned.bytes_of("device", "activations")
+    least = owned + planned.peak("host") - here + LEFT
+    assert least > LEFT
+    monkeypatch.setattr("overspill.setup.host_available", lambda: least - 1)
+    refused(BudgetError, rf"fits the memory of this machine, .*\({least - 1} bytes\) are available; give", **keywords)
+    assert overspill.plan(model, adamw(model), **keywords) == planned, "it may be for another machine"
+    monkeypatch.setattr("overspill.setup.host_available", lambda: least)
+    overspill.prepare(model, adamw(model), **keywords)
 
 
 def test_copies_that_the_machine_has_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
