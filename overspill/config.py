@@ -34,6 +34,8 @@ LATER: dict[str, tuple[Any, ...]] = {
     "activations": ("recompute", "offload", "auto"),
 }
 """What belongs to the design and is refused until it works."""
+UNTOLD = frozenset({"activations"})
+"""Keywords that have one value as yet: nobody is told of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +88,9 @@ def options(given: Mapping[str, Any]) -> Options:
     known = set(Options.__dataclass_fields__)
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}=?" if near else f"known are {', '.join(sorted(known))}"
+            told = sorted(known - UNTOLD)
+            near = difflib.get_close_matches(name, told, 1)
+            hint = f"did you mean {near[0]}=?" if near else f"known are {', '.join(told)}"
             raise UnknownOptionError(f"expected known options, found {name}=; {hint}")
     return Options(**given)
 

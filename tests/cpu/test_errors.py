@@ -185,7 +185,8 @@ def test_an_unknown_option_is_a_type_error_and_a_value_error() -> None:
     refused(UnknownOptionError, r"found gpus=; did you mean gpu=\?", gpus="24GiB")
     with pytest.raises(TypeError, match=r"found gpus=; did you mean gpu=\?"):
         overspill.plan(*both(), gpus="24GiB", precision="fp32")
-    refused(ValueError, r"found quux=; known are activations, .*, zero", quux=1)
+    refused(ValueError, r"found quux=; known are delay_after, gpu, .*, zero", quux=1)
+    refused(UnknownOptionError, r"found activation=; known are delay_after", activation="recompute")
 
 
 def both() -> tuple[nn.Module, torch.optim.Optimizer]:
