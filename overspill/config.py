@@ -147,6 +147,21 @@ def parse_size(name: str, value: Size, there: int) -> int:
     return int(float(match[1]) * unit)
 
 
+def parse_path(value: Any, what: str) -> Path:
+    """A path for something that is written or read."""
+    if not isinstance(value, str | PathLike) or not fspath(value):
+        raise OptionError(f"expected {what} as text or a pathlib.Path, found {value!r}; give one")
+    return Path(fspath(value))
+
+
+def parse_number(name: str, value: Any) -> float:
+    """What torch takes for a number, which is all that Python's `float` does."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"expected {name} as a number, found {value!r}; give one, as 1.0") from error
+
+
 def parse_nvme(value: NvmeOption) -> list[tuple[Path, int | None]]:
     """Paths with the bytes each may hold (None: what is free)."""
     if value is None:

@@ -30,6 +30,7 @@ from overspill.tiers import (
     NullTier,
     NvmeTier,
     Tier,
+    check_folder,
     host_available,
     keep_no_freed_memory,
     node_of,
@@ -215,6 +216,8 @@ def build_engine(
     (laid_out, made), (chosen, ground) = what, how
     device, comm = ground.device, ground.comm
     paths, pin = parse_nvme(chosen.nvme), device.type == "cuda"
+    for path, _ in paths:
+        check_folder(path)  # though the plan may need no disk
     refuse_more_than_there_is(model, made, ground)
     share_one_heap(device)
     own = sum(local_of(t).nbytes for t in (*model.parameters(), *model.buffers()) if t.device == device)
