@@ -5,13 +5,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from overspill.config import NvmeOption, Size, options
+from overspill.config import NvmeOption, Size, options, parse_path
 from overspill.errors import OptionError, OverspillError, StateError
 from overspill.plan.plan import Plan
 from overspill.planning import Ground, make_plan
@@ -45,6 +44,7 @@ __all__ = [
     "trace",
 ]
 
+CHECKPOINT = "the folder of a checkpoint"
 log = logging.getLogger("overspill")
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -164,29 +164,32 @@ def save(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Opt
     dicts, numbers, texts and tensors). It is complete or not there; one that exists at `path` is replaced."""
     from overspill.saving import save as save_all
 
-    save_all(path, _engine(model), _optimizer(model, optimizer), extra)
+    engine, prepared = _engine(model), _optimizer(model, optimizer)
+    save_all(parse_path(path, CHECKPOINT), engine, prepared, extra)
 
 
 def load(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """Read what `save` wrote, into any placement and precision; returns its `extra`."""
     from overspill.saving import load as load_all
 
-    return load_all(path, _engine(model), _optimizer(model, optimizer))
+    engine, prepared = _engine(model), _optimizer(model, optimizer)
+    return load_all(parse_path(path, CHECKPOINT), engine, prepared)
 
 
 def export(model: nn.Module, path: str | PathLike[str]) -> None:
     """Write plain safetensors in the layout of Hugging Face, each parameter in the dtype that it came with."""
     from overspill.saving import export as export_all
 
-    export_all(path, _engine(model))
+    engine = _engine(model)
+    export_all(parse_path(path, "a folder for the model"), engine)
 
 
 @contextmanager
 def trace(model: nn.Module, path: str | PathLike[str]) -> Iterator[None]:
     """Record what every lane does inside the context, and which unit the model is at, as a trace for Perfetto or
     chrome://tracing. On cuda the times are those of the GPU."""
-    engine = _engine(model)
-    if not Path(path).parent.is_dir() or Path(path).is_dir():
+    engine, file = _engine(model), parse_path(path, "a file for the trace")
+    if not file.parent.is_dir() or file.is_dir():
         raise OptionError(f"expected a file in an existing folder for the trace, found {str(path)!r}; make the folder")
     recorder = engine.parts.made.recorder
     recorder.start(engine.executor.lanes.device)
@@ -195,7 +198,7 @@ def trace(model: nn.Module, path: str | PathLike[str]) -> Iterator[None]:
     finally:
         recorder.stop()
         engine.executor.finish()
-        recorder.write(Path(path))
+        recorder.write(file)
 
 
 def join_ranks() -> tuple[int, int]:

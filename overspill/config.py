@@ -34,6 +34,8 @@ LATER: dict[str, tuple[Any, ...]] = {
     "activations": ("recompute", "offload", "auto"),
 }
 """What belongs to the design and is refused until it works."""
+UNTOLD = frozenset({"activations"})
+"""Keywords that have one value as yet: nobody is told of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +88,9 @@ def options(given: Mapping[str, Any]) -> Options:
     known = set(Options.__dataclass_fields__)
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}=?" if near else f"known are {', '.join(sorted(known))}"
+            told = sorted(known - UNTOLD)
+            near = difflib.get_close_matches(name, told, 1)
+            hint = f"did you mean {near[0]}=?" if near else f"known are {', '.join(told)}"
             raise UnknownOptionError(f"expected known options, found {name}=; {hint}")
     return Options(**given)
 
@@ -142,6 +145,21 @@ def parse_size(name: str, value: Size, there: int) -> int:
             f"expected {name}= as 'auto', text like '24GiB' or '500MB', bytes, or a fraction, found {value!r}"
         )
     return int(float(match[1]) * unit)
+
+
+def parse_path(value: Any, what: str) -> Path:
+    """A path for something that is written or read."""
+    if not isinstance(value, str | PathLike) or not fspath(value):
+        raise OptionError(f"expected {what} as text or a pathlib.Path, found {value!r}; give one")
+    return Path(fspath(value))
+
+
+def parse_number(name: str, value: Any) -> float:
+    """What torch takes for a number, which is all that Python's `float` does."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"expected {name} as a number, found {value!r}; give one, as 1.0") from error
 
 
 def parse_nvme(value: NvmeOption) -> list[tuple[Path, int | None]]:

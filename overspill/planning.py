@@ -39,6 +39,7 @@ from overspill.specs import (
     human,
 )
 from overspill.tiers import (
+    check_folder,
     device_available,
     disk_free,
     host_available,
@@ -381,8 +382,10 @@ def _budget(chosen: Options, ground: Ground) -> Budget:
 
 def _free(path: Path) -> int:
     try:
-        return disk_free(path)
+        free = disk_free(path)
     except OSError as error:
         raise TierError(
             f"expected a folder at nvme path {str(path)!r}, found {error.strerror!r}; make it or give another path"
         ) from error
+    check_folder(path)
+    return free

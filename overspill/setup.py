@@ -23,13 +23,15 @@ from overspill.runtime.engine import Engine
 from overspill.runtime.optimizer import SpilledOptimizer
 from overspill.runtime.parts import Materials, Parts, Planned, Tiers, build
 from overspill.runtime.scaling import LossScale
-from overspill.specs import ROLES, TierName, human
+from overspill.specs import ROLES, MiB, TierName, human
 from overspill.tiers import (
     HeldBudget,
     HostTier,
     NullTier,
     NvmeTier,
     Tier,
+    check_folder,
+    host_available,
     keep_no_freed_memory,
     node_of,
     share_one_heap,
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("overspill")
 
 HOMES: tuple[TierName, ...] = ("host", "nvme")
+LEFT = 64 * MiB
+"""Of the machine's memory, for whatever else the process takes while it is filled."""
 STAGING = 2**20
 """Of the disk room that is taken beyond the plan."""
 _BY_ITSELF = "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD"
@@ -183,6 +187,28 @@ def _not_separable(kind: type[torch.optim.Optimizer]) -> str:
     )
 
 
+def refuse_more_than_there_is(model: nn.Module, made: Plan, ground: Ground) -> None:
+    """Without a GPU the device is the machine's memory, too: what is planned there and on the host must fit in it
+    together, beside all that is there now. Activations are left out: only room is kept for them."""
+    if ground.device.type != "cpu":
+        return
+    owned = made.peak("device") - made.bytes_of("device", "activations")
+    # What the model takes now is given up part by part, as it moves in.
+    here = sum(local_of(t).nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == "cpu")
+    more = ground.locals * max(0, owned + made.peak("host") - here)
+    mine = [more + LEFT if more else 0, host_available()]
+    heard = ground.comm.exchange(mine) if ground.comm is not None else [mine]
+    needed, there = max(heard, key=lambda each: each[0] - each[1])
+    if needed > there:
+        ranks = f" for each of {ground.locals} ranks" if ground.locals > 1 else ""
+        raise BudgetError(
+            f"expected a plan that fits the memory of this machine, found one that takes {human(needed)} more of it "
+            f"({human(owned)} on the device, which is plain memory without a GPU, {human(made.peak('host'))} on the "
+            f"host{ranks}; {human(LEFT)} must stay free) where {human(there)} ({there} bytes) are available; give "
+            "smaller budgets for gpu= and host=, with nvme= for the rest, or stop what else runs"
+        )
+
+
 def build_engine(
     model: nn.Module, optimizer: torch.optim.Optimizer, what: tuple[Layout, Plan], how: tuple[Options, Ground]
 ) -> Engine:
@@ -190,6 +216,9 @@ def build_engine(
     (laid_out, made), (chosen, ground) = what, how
     device, comm = ground.device, ground.comm
     paths, pin = parse_nvme(chosen.nvme), device.type == "cuda"
+    for path, _ in paths:
+        check_folder(path)  # though the plan may need no disk
+    refuse_more_than_there_is(model, made, ground)
     share_one_heap(device)
     own = sum(local_of(t).nbytes for t in (*model.parameters(), *model.buffers()) if t.device == device)
     there = torch.cuda.memory_allocated(device) - own if pin else 0

@@ -8,14 +8,14 @@ from typing import Any
 from overspill.bench.jobs import BUILDS
 from overspill.bench.peers import NAMES
 from overspill.cli.settings import budget
-from overspill.config import Options, options
+from overspill.config import UNTOLD, Options, options
 from overspill.errors import OptionError
 
 PEAK = "peak:"
 """A budget that is what a peer was seen to take in the same run: gpu=peak:deepspeed."""
 AND = "+"
 """Between the parts of one value: place=weight:host+state:host, nvme=/a+/b."""
-_NOT_HERE = frozenset({"mesh", "weights"})
+_NOT_HERE = frozenset({"mesh", "weights"}) | UNTOLD
 _KEYWORDS = tuple(name for name in Options.__dataclass_fields__ if name not in _NOT_HERE)
 _OWN = ("clip", "build", "name")
 _WORDS: dict[str, Any] = {"none": None, "true": True, "false": False}

@@ -17,6 +17,9 @@ from overspill.errors import OptionError
 PAPER = {10**9: 0.22, 2 * 10**9: 0.51, 4 * 10**9: 1.03, 8 * 10**9: 2.41, 10**10: 2.57}
 """Parameters -> seconds that ZeRO-Offload's own Adam took on 48 cores of its authors (two Xeon 8168; table 4)."""
 
+BEYOND_CACHES = 100_000_000
+"""Parameters from which on the arrays are so much larger than caches that the memory's own rate is that of memory."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
@@ -60,14 +63,14 @@ def missing(case: Case, outcome: process.Outcome) -> Iterator[dict[str, Any]]:
 
 
 def ratios(known: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Ours over the fastest of the others, and as a share of the memory's own rate."""
+    """Ours over the fastest of the others, and as a share of the memory's own rate; None: too few for one."""
     found = []
     for row in known:
         if row["engine"] != OURS or not row["ok"]:
             continue
         alike = [r for r in known if r["ok"] and (r["count"], r["cores"]) == (row["count"], row["cores"])]
         others = [r["per_second"] for r in alike if r["kind"] == row["kind"] and r["engine"] != OURS]
-        memory = [r for r in alike if r["kind"] == MEMORY]
+        memory = [r for r in alike if r["kind"] == MEMORY and row["count"] >= BEYOND_CACHES]
         rate = BYTES[MEMORY] * memory[0]["per_second"] if memory else None
         share = row["per_second"] * BYTES[BARE] / rate if rate and row["kind"] == BARE else None
         over = row["per_second"] / max(others) if others else None
@@ -106,6 +109,10 @@ def summary(known: Sequence[Mapping[str, Any]]) -> str:
         parts = [f"ours, {ratio['kind']}, {said(ratio['count'])}:"]
         parts += [f"{over:.2f}x the fastest other"] if over else []
         parts += [f"{100 * share:.0f} % of the memory's own rate"] if share else []
+        few = ratio["kind"] == BARE and ratio["count"] < BEYOND_CACHES
+        parts += (
+            [f"(no share of the memory's own rate below {said(BEYOND_CACHES)}: caches hold too much)"] if few else []
+        )
         told.append(" ".join(parts))
     table = [["parameters", "cores", "bare, s", "whole, s", "ZeRO-Offload's on 48 cores, s"]]
     for row in beside_the_paper(known):

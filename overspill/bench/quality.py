@@ -14,6 +14,7 @@ from overspill.bench.jobs import Job
 from overspill.bench.learning import CASES, PLAIN, Lesson
 from overspill.bench.results import Files
 from overspill.bench.rows import aligned
+from overspill.config import options
 from overspill.errors import OptionError
 
 WAYS: dict[str, Mapping[str, Any] | None] = {
@@ -37,6 +38,20 @@ class Run:
     at_once: int = 1
     """Processes side by side: they are small."""
     limit: float = 3600.0
+
+
+def check_delay(asked: Run) -> None:
+    """Refuse delayed updates that nobody would see: the first that is late is seen a step later, and a look at the
+    validation loss sees all."""
+    for way in asked.ways:
+        chosen = options(WAYS[way] or {})
+        least = chosen.delay_after + 2
+        if chosen.update == "delayed" and asked.lesson.steps < least:
+            raise OptionError(
+                f"expected --steps from {least} with --states {way}, whose updates are delayed after step "
+                f"{chosen.delay_after}, found {asked.lesson.steps}, in which none would be late; give more steps, or "
+                f"leave {way} out of --states"
+            )
 
 
 def run(asked: Run, files: Files) -> list[dict[str, Any]]:

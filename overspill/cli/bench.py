@@ -229,6 +229,7 @@ def quality_(
         at_once=at_once,
         limit=limit,
     )
+    quality.check_delay(asked)
     files = Files("quality", out, chart, results.head("overspill bench quality", commit))
     found = quality.run(asked, files)
     files.draw()

@@ -67,7 +67,7 @@ def _train_spilled(
 ) -> tuple[dict[str, Tensor], list[float]]:
     """The run itself. Returns what it ended with, and the losses."""
     device = compute_device()
-    zero = zero_point(device, settings.nvme)
+    zero = zero_point(device, settings.nvme, settings.precision)
     model = build_model(settings)
     own = own_optimizer(model, settings)
     model, optimizer = ranks.together(lambda: overspill.prepare(model, own, **settings.prepared_by()))

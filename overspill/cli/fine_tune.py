@@ -84,7 +84,7 @@ def _session(settings: FineTune, folder: RunFolder, checkpoint: Path | None, ran
     if checkpoint is not None:
         ranks.from_first(lambda: _check_resumed(folder, contents, steps))
 
-    zero = zero_point(device, settings.nvme)
+    zero = zero_point(device, settings.nvme, settings.precision)
     randomness.seed_all(settings.seed)
     model, optimizer = ranks.together(
         lambda: overspill.prepare(model, own, place=planned, weights=settings.model, **settings.prepared_by())

@@ -1,9 +1,11 @@
 """What training takes of every tier, measured from outside.
 
 Note [device without a GPU]. There the device is plain memory, as the host's arena is, so only their sum can be seen:
-the growth of resident memory. The arena is mapped in full, so the rest is the device's. Two things would be counted
-that are nobody's: what libraries set up in their first step, hence the warm-up before the zero is taken; and what the
-C library keeps of freed memory, hence the fixed threshold above which it gives every block back at once.
+the growth of resident memory. The arena is mapped in full, so the rest is the device's. Three things would be counted
+that are nobody's: the code of libraries, which is read from files, hence only memory of no file counts; what libraries
+set up in their first step, hence the warm-up in the run's own precision before the zero is taken; and what the C
+library keeps of freed memory, hence the fixed threshold above which it gives every block back at once. What they set
+up for the run's own model and shapes is counted all the same, and so is what Python knows of it: tens of MiB.
 """
 
 import ctypes
@@ -20,6 +22,7 @@ from overspill.cli.settings import BuiltIn
 from overspill.cli.workload import VOCABULARY, batches, plain_trainee
 from overspill.specs import KiB
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
@@ -68,12 +71,14 @@ class Meter:
 
 
 def resident_bytes() -> int:
-    return _status("VmRSS")
+    """Memory of no file."""
+    return _status("RssAnon")
 
 
 def resident_peak() -> int:
-    """Largest resident memory since the last call; where the kernel cannot forget a peak, what is resident now."""
-    peak = _status("VmHWM")
+    """The same at its largest since the last call; where the kernel cannot forget a peak, what is resident now."""
+    # What is mapped of files stays, so it was about the same at the peak.
+    peak = _status("VmHWM") - _status("RssFile") - _status("RssShmem")
     try:
         _CLEAR.write_text(_RESET_PEAK)
     except OSError:
@@ -97,14 +102,17 @@ def disk_bytes(folders: Iterable[Path]) -> int:
     return found
 
 
-def zero_point(device: torch.device, nvme: Sequence[Path]) -> Zero:
+def zero_point(device: torch.device, nvme: Sequence[Path], precision: str) -> Zero:
     """To be called before the model is built, see Note [device without a GPU]."""
     if device.type == "cpu":
         give_freed_memory_back()
         tiny = BuiltIn(layers=2, hidden=64, heads=2, batch=1, steps=2)
         text = (torch.arange(2 * tiny.seq) % VOCABULARY).to(torch.uint8)
-        for _ in train_steps(plain_trainee(tiny, device), batches(text, tiny, device), tiny, tiny.steps):
+        trainee = plain_trainee(tiny, device)
+        trainee.model.to(DTYPES[precision])
+        for _ in train_steps(trainee, batches(text, tiny, device), tiny, tiny.steps):
             pass
+        del trainee
         gc.collect()
     return Zero(resident_bytes(), disk_bytes(nvme))
 

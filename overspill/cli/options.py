@@ -5,7 +5,17 @@ from typing import Annotated, Any
 
 import typer
 
-from overspill.cli.settings import DEMO, OPTIMIZERS, PRECISIONS, SCHEDULES, STATES, UPDATES, BuiltIn, FineTune
+from overspill.cli.settings import (
+    DEMO,
+    EXACT_UPDATES,
+    OPTIMIZERS,
+    PRECISIONS,
+    SCHEDULES,
+    STATES,
+    UPDATES,
+    BuiltIn,
+    FineTune,
+)
 
 WHAT, DATA, TRAINING, MEMORY, RUN = "What is trained", "Data, with --model", "Training", "Memory", "The run"
 
@@ -69,6 +79,10 @@ States = Annotated[
     described(TRAINING, f"How optimizer states are kept: {', '.join(STATES)}; 10, 6, 3 bytes.", _F.states),
 ]
 Update = Annotated[str | None, described(TRAINING, f"When updates run: {', '.join(UPDATES)}.", UPDATES[0])]
+TrainedUpdate = Annotated[
+    str | None,
+    described(TRAINING, f"When updates run: {', '.join(EXACT_UPDATES)}; eager does not clip: --clip 0.", _F.update),
+]
 Deterministic = Annotated[
     bool | None,
     described(TRAINING, "On a GPU: the same bits each time.", "no", "--deterministic/--no-deterministic"),

@@ -8,9 +8,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from overspill.cli.loop import compute_device
 from overspill.report.run import FIXED, TIERS, Record
 from overspill.specs import human
 
+ABOVE = (
+    "the device is plain memory here, and this is all that the process took beside the host's arena: also activations, "
+    "which nothing stops without a GPU, and what Python and libraries set up for this model (tens of MiB); "
+    "if it is more, lower --seq or --batch, or leave more memory free than the budgets say"
+)
+"""Where the device took more than planned. See meters.py, Note [device without a GPU]."""
 LINES = 10
 """About how many lines a run has where there is no terminal."""
 
@@ -66,6 +73,7 @@ def summary(records: Sequence[Record], plan: Mapping[str, Mapping[str, Any]], pl
         "",
         f"{'peak':<8}{'measured':>12}{'planned':>12}{'budget':>12}",
     ]
+    above: list[str] = []
     for tier in TIERS:
         measured = max((r.bytes[tier] for r in records if tier in r.bytes), default=0)
         planned = plan["peak"][tier]
@@ -73,8 +81,12 @@ def summary(records: Sequence[Record], plan: Mapping[str, Mapping[str, Any]], pl
         verdict = "an arena of fixed size" if tier == FIXED and planned else verdict
         row = "".join(f"{human(n):>12}" for n in (measured, planned, plan["budget"][tier]))
         text.append(f"{tier:<8}{row}  {verdict}")
+        if tier == "device" and measured > planned and compute_device().type == "cpu":
+            above.append(ABOVE)
     where = "of the device" if plan["settings"]["ranks"] == 1 else "of every device, as the ranks divide them"
-    return "\n".join([*text, f"held plainly, weights, gradients and states alone take {human(plainly)} {where}"])
+    return "\n".join(
+        [*text, *above, f"held plainly, weights, gradients and states alone take {human(plainly)} {where}"]
+    )
 
 
 def _validation(records: Sequence[Record]) -> list[str]:

@@ -15,6 +15,11 @@ SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("bf16", "fp16", "fp32")
 STAGES = ("auto", "0", "1", "2", "3")
 STATES, UPDATES = CHOICES["states"], CHOICES["update"]
+EXACT_UPDATES = ("lazy", "eager")
+"""Of a run that can be resumed to the same bits: a checkpoint would apply updates that are delayed."""
+EAGER = "which begins in the backward pass, when the norm of all gradients is not known"
+FIRST = {"states": "exact", "update": "lazy"}
+"""What runs of the first versions had, which did not say so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +136,8 @@ class FineTune(Settings):
     precision: str = "bf16"
     states: str = "exact"
     """How optimizer states are kept."""
+    update: str = "lazy"
+    """When updates run."""
     save_every: int = 0
     """0: when training ends or is interrupted."""
     keep: int = 2
@@ -146,11 +153,15 @@ class FineTune(Settings):
             self._check(name, getattr(self, name) >= 1, "from 1")
         self._check("validation", 0 <= self.validation < 1, "from 0 and below 1, as a share of the samples")
         self._check("states", self.states in STATES, f"to be one of {', '.join(STATES)}")
+        self._check("update", self.update in EXACT_UPDATES, f"to be one of {', '.join(EXACT_UPDATES)}")
+        self._check("update", self.update == "lazy" or self.ranks == 1, "to be lazy over several ranks")
+        self._check("update", self.update == "lazy" or self.precision != "fp16", "to be lazy with --precision fp16")
+        self._check("clip", not self.clip or self.update != "eager", f"to be 0 with --update eager, {EAGER}")
         masters = self.precision != "fp32" or self.states == "exact"
         self._check("states", masters, "to be exact with --precision fp32, whose updates are the optimizer's own")
 
     def prepared_by(self) -> dict[str, Any]:
-        return {**Settings.prepared_by(self), "states": self.states}
+        return {**Settings.prepared_by(self), "states": self.states, "update": self.update}
 
 
 FREE = frozenset({"model", "data", "validation_data", "export", "gpu", "host", "nvme", "recompute", "steps", "epochs"})
@@ -186,8 +197,7 @@ def resolve_resumed(stored: Mapping[str, Any], given: Mapping[str, Any], ranks: 
     """What the run began with, and what the user says now of the things that may change. Other ranks than before
     share the same batches."""
     said = {name: value for name, value in given.items() if value is not None}
-    # Runs of the first version had exact states, and did not say so.
-    stored = {"states": STATES[0], **stored}
+    stored = {**FIRST, **stored}
     if set(stored) != set(FineTune.__dataclass_fields__):
         raise OptionError(
             "expected a run of this version with --model to resume, found one with other settings; begin a new run"
@@ -212,6 +222,7 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             f"expected {before['micro_batches'] * before['ranks']} batches a step, as the run that is resumed began "
             f"with ({_batches(before)}), found {_batches(now)}; leave it out to continue that run, or begin a new one"
         )
+    before = {**FIRST, **before}
     differing = [name for name in now if name not in FREE and before.get(name) != now[name]]
     if differing:
         expected = ", ".join(f"{option(name)} {before.get(name)}" for name in differing)

@@ -49,6 +49,7 @@ def train(
     seed: o.Seed = None,
     precision: o.Precision = None,
     states: o.States = None,
+    update: o.TrainedUpdate = None,
     deterministic: o.Deterministic = None,
     gpu: o.Gpu = None,
     host: o.Host = None,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overspill.config import parse_number
 from overspill.errors import ModelError, OptionError, StateError
 from overspill.runtime.early import early
 from overspill.runtime.engine import Engine
@@ -89,6 +90,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
     ) -> Tensor:
         """torch.nn.utils.clip_grad_norm_ over all parameters of the model, in the model's order."""
         self.engine.check_open()
+        max_norm, norm_type = parse_number("max_norm", max_norm), parse_number("norm_type", norm_type)
         params = self.engine.in_order
         if all(p.grad is None for p in params):
             raise StateError("expected gradients to clip, found none on any parameter; call loss.backward() first")

@@ -17,7 +17,7 @@ from overspill.tiers.host import HostTier
 from overspill.tiers.malloc import freed_at_once
 from overspill.tiers.null import NullTier
 from overspill.tiers.numa import cores_near, node_of, stay_on
-from overspill.tiers.nvme import NvmeTier
+from overspill.tiers.nvme import NvmeTier, check_folder
 from overspill.tiers.probe import device_available, disk_free, host_available, resident_bytes
 from overspill.tiers.resident import DeviceTier
 from overspill.tiers.threads import workers
@@ -33,6 +33,7 @@ __all__ = [
     "Slot",
     "Tier",
     "Together",
+    "check_folder",
     "cores_near",
     "device_available",
     "disk_free",

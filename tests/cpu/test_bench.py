@@ -194,7 +194,7 @@ def test_multiples_are_for_ours_and_their_unit_is_found(sizes: list[str], of_tor
         (["step", "--peers", "torch,torch"], "engines of different names, found 'torch' twice"),
         (["step", "--peers", "none", "--ours", "none"], "something to measure, found neither"),
         (["step", "--ours", "gpu"], "--ours as NAME=VALUE,NAME=VALUE, found 'gpu'"),
-        (["step", "--ours", "gpus=1GB"], "found 'gpus' in 'gpus=1GB'; known are activations, build"),
+        (["step", "--ours", "gpus=1GB"], "found 'gpus' in 'gpus=1GB'; known are build, clip, delay_after"),
         (["step", "--ours", "gpu=lots"], "found 'lots'"),
         (["step", "--ours", "place=state:moon"], "to one of .*, found 'state': 'moon'"),
         (["step", "--ours", "clip=-1"], "clip= from 0, which means not to clip, found '-1'"),

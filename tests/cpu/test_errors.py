@@ -23,6 +23,7 @@ from overspill.errors import (
     UnknownOptionError,
 )
 from overspill.runtime.watch import ShapeWatch
+from overspill.setup import LEFT
 from tests import small
 from tests.both import AWAY, HERE, adamw, everywhere, losses, prepare, train
 from tests.reference import differing, weights
@@ -107,6 +108,22 @@ def test_the_smallest_host_budget_is_the_smallest(place, tmp_path: Path) -> None
     assert train(model, optimizer) == train(plain, adamw(plain))
 
 
+@pytest.mark.parametrize("place", [None, HERE, AWAY], ids=["solved", "here", "away"])
+def test_budgets_beyond_the_memory_of_a_machine_without_a_gpu(place, tmp_path: Path, monkeypatch: Any) -> None:
+    keywords = {"gpu": "1TiB", "host": "1TiB", "nvme": {tmp_path: "1GiB"}, "place": place}
+    model = small.build()
+    planned = overspill.plan(model, adamw(model), **keywords)
+    here = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    owned = planned.peak("device") - planned.bytes_of("device", "activations")
+    least = owned + planned.peak("host") - here + LEFT
+    assert least > LEFT
+    monkeypatch.setattr("overspill.setup.host_available", lambda: least - 1)
+    refused(BudgetError, rf"fits the memory of this machine, .*\({least - 1} bytes\) are available; give", **keywords)
+    assert overspill.plan(model, adamw(model), **keywords) == planned, "it may be for another machine"
+    monkeypatch.setattr("overspill.setup.host_available", lambda: least)
+    overspill.prepare(model, adamw(model), **keywords)
+
+
 def test_copies_that_the_machine_has_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = prepare(AWAY, tmp_path)
     train(model, optimizer, 1)
@@ -154,6 +171,17 @@ def test_nvme_paths_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monk
     refused(TierError, "may not; change its mode", nvme=tmp_path, place=AWAY)
 
 
+def test_nvme_paths_are_looked_at_where_nothing_goes_there(tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text("")
+    refused(TierError, "found 'No such file or directory'; make it", nvme=tmp_path / "missing", place=HERE)
+    refused(TierError, "found nothing there; make it", nvme={tmp_path / "missing": "1GiB"}, place=HERE)
+    for value in (file, {file: "1GiB"}):
+        refused(TierError, "something that is not a folder; make it", nvme=value, place=HERE)
+    with pytest.raises(TierError, match="something that is not a folder"):
+        overspill.plan(*both(), nvme=file, place=HERE)
+
+
 def test_nvme_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(BudgetError, "of nvme memory, found a budget of .* that much room", nvme={tmp_path: "8KiB"}, place=AWAY)
     monkeypatch.setattr("overspill.tiers.nvme.disk_free", lambda _: 8192)
@@ -168,7 +196,8 @@ def test_an_unknown_option_is_a_type_error_and_a_value_error() -> None:
     refused(UnknownOptionError, r"found gpus=; did you mean gpu=\?", gpus="24GiB")
     with pytest.raises(TypeError, match=r"found gpus=; did you mean gpu=\?"):
         overspill.plan(*both(), gpus="24GiB", precision="fp32")
-    refused(ValueError, r"found quux=; known are activations, .*, zero", quux=1)
+    refused(ValueError, r"found quux=; known are delay_after, gpu, .*, zero", quux=1)
+    refused(UnknownOptionError, r"found activation=; known are delay_after", activation="recompute")
 
 
 def both() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -513,6 +542,40 @@ def test_a_trace_into_a_folder_that_is_not_there(tmp_path: Path) -> None:
     model, _ = prepare(HERE, tmp_path)
     with pytest.raises(OptionError, match="make the folder"), overspill.trace(model, tmp_path / "no" / "trace.json"):
         raise AssertionError("refused before anything ran")
+
+
+@pytest.mark.parametrize("path", [5, None, b"run", ""], ids=repr)
+def test_what_is_no_path(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = prepare(HERE, tmp_path)
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("a folder for the model", lambda: overspill.export(model, path)),
+        ("the folder of a checkpoint", lambda: overspill.save(path, model, optimizer)),
+        ("the folder of a checkpoint", lambda: overspill.load(path, model, optimizer)),
+        ("a file for the trace", lambda: overspill.trace(model, path).__enter__()),
+    ]
+    for what, call in calls:
+        with pytest.raises(OptionError, match=f"expected {what} as text or a pathlib.Path, found .*; give one"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_norm_and_any_number_as_torch_takes_it(tmp_path: Path) -> None:
+    model, optimizer = prepare(HERE, tmp_path)
+    for value in ("a", None, [1.0]):
+        with pytest.raises(OptionError, match=r"expected max_norm as a number, found .*; give one"):
+            optimizer.clip_grad_norm_(value)
+    with pytest.raises(OptionError, match="expected norm_type as a number, found 'most'; give one"):
+        optimizer.clip_grad_norm_(1.0, "most")
+    plain = small.build()
+    for max_norm, norm_type in ((-1.0, 2.0), (torch.tensor(0.5), "inf"), (1, 1)):
+        for each in (model, plain):
+            each.zero_grad()
+            next(losses(each, 1)).backward()
+        optimizer.clip_grad_norm_(max_norm, norm_type)
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        assert all(torch.equal(ours.grad.clone(), p.grad) for ours, p in pairs)
 
 
 def test_what_is_cast_is_said(caplog: pytest.LogCaptureFixture) -> None:

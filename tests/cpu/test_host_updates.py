@@ -116,8 +116,8 @@ def test_whole_is_an_update_of_the_weights() -> None:
         torch.testing.assert_close(own["m"], others["m"])
 
 
-def rows() -> list[dict[str, Any]]:
-    same = {"count": 10, "cores": 2, "ok": True, "reason": None, "seconds": 1.0}
+def rows(count: int = 10**8) -> list[dict[str, Any]]:
+    same = {"count": count, "cores": 2, "ok": True, "reason": None, "seconds": 1.0}
     return [
         {**same, "engine": "torch", "kind": MEMORY, "per_second": 28.0},
         {**same, "engine": "ours", "kind": BARE, "per_second": 21.6},
@@ -131,6 +131,14 @@ def test_ratios_and_the_table() -> None:
     assert found["over_the_fastest_other"] == 2.0 and found["of_the_memory_rate"] == pytest.approx(0.9)
     told = host_updates.summary(rows())
     assert "2.00x the fastest other" in told and "90 % of the memory's own rate" in told and "it is not there" in told
+
+
+def test_what_fits_the_caches_has_no_share_of_the_memory_s_rate() -> None:
+    (found,) = host_updates.ratios(rows(5_000_000))
+    assert found["over_the_fastest_other"] == 2.0 and found["of_the_memory_rate"] is None
+    told = host_updates.summary(rows(5_000_000))
+    assert "2.00x the fastest other" in told and "no share of the memory's own rate below 100.00M" in told
+    assert "% of" not in told
 
 
 @NATIVE

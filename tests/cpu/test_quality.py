@@ -85,11 +85,26 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--states", "fp8"], "--states to be one of plain"),
         (["--steps", "0"], "--steps from 1"),
         (["--hidden", "30", "--heads", "4"], "--heads that divide"),
+        (["--states", "exact,delayed", "--steps", "30"], "--steps from 42 with --states delayed, .* found 30, "),
+        (["--states", "delayed-500", "--steps", "501"], "--steps from 502 with --states delayed-500, .* found 501"),
+        (["--steps", "300"], "--steps from 502 with --states delayed-500"),
     ],
 )
 def test_what_is_refused(told: list[str], why: str) -> None:
     with pytest.raises(OptionError, match=why):
         here("bench", "quality", *told)
+
+
+def test_fewer_steps_are_refused_only_where_no_update_is_late() -> None:
+    for steps, differs in ((41, False), (42, True)):
+        asked = quality.Run(lesson=dataclasses.replace(TINY, steps=steps), ways=("exact", "delayed"))
+        exact, late = learned("exact", steps=steps), learned("delayed", steps=steps)
+        assert (exact["losses"] != late["losses"]) == differs
+        if differs:
+            quality.check_delay(asked)
+        else:
+            with pytest.raises(OptionError, match="--steps from 42"):
+                quality.check_delay(asked)
 
 
 @pytest.mark.full

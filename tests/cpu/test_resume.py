@@ -14,6 +14,7 @@ import torch
 
 from overspill.cli import randomness
 from overspill.cli.checkpoints import Checkpoints, newest_run
+from overspill.cli.settings import FineTune, check_same, resolve_resumed
 from overspill.cli.signals import Interruption
 from overspill.errors import OptionError
 from overspill.report.run import RunFolder
@@ -43,7 +44,7 @@ def resumed(run: Path, *more: str) -> str:
     return here("train", "--resume", "--run", str(run), *more)
 
 
-def check_same(run: Path, other: Path) -> None:
+def check_bits(run: Path, other: Path) -> None:
     ours, expected = weights_of(run), weights_of(other)
     assert [name for name, value in expected.items() if not torch.equal(ours[name], value)] == []
     for ours_line, line in zip(log_of(run), log_of(other), strict=True):
@@ -73,7 +74,7 @@ def test_ctrl_c_saves_and_the_run_continues_to_the_same_bits(given: Path, tmp_pa
 
     assert f"after step {done} of {done + 5}" in resumed(run, "--steps", str(done + 5))
     here("train", *options(given, tmp_path / "other"), "--steps", str(done + 5))
-    check_same(run, tmp_path / "other")
+    check_bits(run, tmp_path / "other")
 
 
 def test_a_killed_run_continues_from_its_last_checkpoint_to_the_same_bits(
@@ -94,7 +95,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint_to_the_same_bits(
     told = resumed(run, "--steps", str(done + 5), "--gpu", "2MiB")
     assert f"after step {done} of {done + 5}" in told
     here("train", *options(given, tmp_path / "other"), "--steps", str(done + 5))
-    check_same(run, tmp_path / "other")
+    check_bits(run, tmp_path / "other")
     assert [line["step"] for line in log_of(run)] == list(range(1, done + 6))
     assert not (run / "checkpoints/.removed-step-000001").exists()
 
@@ -109,13 +110,13 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_with_every_schedule(
     shutil.rmtree(run / "checkpoints/step-000007")
     shutil.rmtree(run / "model")
     assert "after step 4 of 7" in resumed(run)
-    check_same(run, other)
+    check_bits(run, other)
     assert [line["validation"] for line in log_of(run)] == [line["validation"] for line in log_of(other)]
 
     # Nothing is left to train: the model is exported again.
     shutil.rmtree(run / "model")
     resumed(run)
-    check_same(run, other)
+    check_bits(run, other)
     # More of it: from the newest run in runs/, which is the one that was touched last.
     (tmp_path / "runs").mkdir()
     run.rename(tmp_path / "runs" / "a")
@@ -137,7 +138,7 @@ def test_small_states_continue_to_the_same_bits(given: Path, tmp_path: Path) -> 
     with pytest.raises(OptionError, match="expected --states compact, as the run that is resumed began with"):
         resumed(run, "--states", "exact")
     assert "after step 3 of 6" in resumed(run)
-    check_same(run, other)
+    check_bits(run, other)
     here("train", *options(given, exact), *long)
     ours, plain = weights_of(run), weights_of(exact)
     assert any(not torch.equal(ours[name], plain[name]) for name in plain), "they are not kept exactly"
@@ -152,6 +153,7 @@ def test_a_run_is_not_resumed_as_another_one(given: Path, tmp_path: Path, comman
         (["--seed", "1"], "expected --seed 0, as the run that is resumed began with, found --seed 1"),
         (["--seq", "8"], "--seq"),
         (["--steps", "2"], "at least the 3 steps that are done in .*, found a run of 2"),
+        (["--update", "eager", "--clip", "0"], "expected --clip 1.0, --update lazy, as .*, found --clip 0.0, --up"),
         (["--layers", "2"], "no --layers here"),
         (["--data", str(given / "other.txt")], "--data to hold what it held when the run began"),
     ):
@@ -164,6 +166,15 @@ def test_a_run_is_not_resumed_as_another_one(given: Path, tmp_path: Path, comman
     config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
     with pytest.raises(OptionError, match="--model to hold what it held"):
         resumed(run)
+
+
+def test_runs_of_before_there_were_states_and_updates_to_choose_are_resumed() -> None:
+    now = FineTune(model=Path("a"), data=Path("b")).to_dict()
+    before = {name: value for name, value in now.items() if name not in ("states", "update")}
+    check_same(before, now)
+    assert resolve_resumed(before, {}).to_dict() == now
+    with pytest.raises(OptionError, match="expected --update lazy, as"):
+        check_same(before, {**now, "update": "eager"})
 
 
 def test_without_a_checkpoint_or_a_run_nothing_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

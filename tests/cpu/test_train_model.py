@@ -94,6 +94,16 @@ def test_other_optimizers_schedules_and_places_for_the_model(given: Path, tmp_pa
     }
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_updates_in_the_backward_pass_give_the_same_bits(precision: str, given: Path, tmp_path: Path) -> None:
+    how = [*LENGTH, "--clip", "0", "--precision", precision, "--gpu", "1MiB", "--host", "2MiB"]
+    for update in ("lazy", "eager"):
+        train(given, tmp_path / update, *how, "--update", update)
+        assert json.loads((tmp_path / update / "plan.json").read_text())["settings"]["update"] == update
+    lazy, eager = weights_of(tmp_path / "lazy"), weights_of(tmp_path / "eager")
+    assert [name for name, value in lazy.items() if not torch.equal(eager[name], value)] == []
+
+
 def test_a_model_that_cannot_recompute_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     monkeypatch.setattr(GPT2LMHeadModel, "supports_gradient_checkpointing", False)
     build(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=10, n_positions=8), recompute=True)
@@ -116,6 +126,9 @@ def test_a_model_that_cannot_recompute_says_so(caplog: pytest.LogCaptureFixture,
         (["--states", "int4"], "--states to be one of exact, bf16, compact, found 'int4'"),
         (["--states", "compact", "--precision", "fp32"], "--states to be exact with --precision fp32"),
         (["--keep", "0"], "expected --keep from 1"),
+        (["--update", "delayed"], "--update to be one of lazy, eager, found 'delayed'"),
+        (["--update", "eager"], "--clip to be 0 with --update eager, which begins in the backward pass, .*, found 1.0"),
+        (["--update", "eager", "--clip", "0", "--precision", "fp16"], "--update to be lazy with --precision fp16"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -132,6 +145,10 @@ def test_options_of_a_model_need_one() -> None:
         resolve({"data": Path("a")})
     with pytest.raises(OptionError, match="expected --data with --model"):
         resolve({"model": Path("a")})
+    with pytest.raises(OptionError, match="no --update here, found eager; it goes with --model DIR"):
+        resolve({"update": "eager"})
+    with pytest.raises(OptionError, match="--update to be lazy over several ranks, found 'eager'"):
+        resolve({"model": Path("a"), "data": Path("b"), "update": "eager", "clip": 0.0}, ranks=2)
     with pytest.raises(OptionError, match="--precision to be fp32 without --model"):
         resolve({"precision": "bf16"})
 
