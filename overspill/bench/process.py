@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,15 +46,16 @@ class Outcome:
     """The last lines of what a failed worker printed."""
 
 
-def run(job: Job, limit: float, told: Told) -> Outcome:
-    """Start a worker, and return when it has ended."""
+def run(job: Job, limit: float, told: Told, stop: threading.Event | None = None) -> Outcome:
+    """Start a worker, and return when it has ended. `stop`: whether it is to be ended, where this thread is not the one
+    that hears of Ctrl-C."""
     with tempfile.TemporaryDirectory(prefix="overspill-bench-") as folder:
         job_file, events, printed = (Path(folder, name) for name in ("job.json", "events.jsonl", "printed.txt"))
         job.write(job_file)
         watch, begin = Watch(), time.monotonic()
         command = [sys.executable, "-m", "overspill.bench.worker", str(job_file), str(events)]
         with printed.open("wb") as output, _started(command, output) as worker:
-            heard = _attend(worker, _Ear(events, told), watch, begin + limit)
+            heard = _attend(worker, _Ear(events, told), watch, begin + limit, stop)
         heard.listen()
         return _outcome(heard, worker.returncode, watch, (limit, time.monotonic() - begin), printed)
 
@@ -116,14 +118,16 @@ def _started(command: list[str], output: Any) -> Iterator["subprocess.Popen[byte
         worker.wait()
 
 
-def _attend(worker: "subprocess.Popen[bytes]", ear: _Ear, watch: Watch, until: float) -> _Ear:
+def _attend(
+    worker: "subprocess.Popen[bytes]", ear: _Ear, watch: Watch, until: float, stop: threading.Event | None
+) -> _Ear:
     """Until it ends, or has to be ended."""
     while not _ended(worker):
         ear.listen()
         if ear.result is not None:
             until = min(until, time.monotonic() + _GOODBYE) if ear.phase != "end" else until
             ear.phase = "end"
-        if time.monotonic() > until:
+        if time.monotonic() > until or (stop is not None and stop.is_set()):
             ear.killed = ear.phase
             break
         watch.look(worker.pid, ear.phase)

@@ -59,14 +59,14 @@ def run(asked: Run, files: Files) -> list[dict[str, Any]]:
     known: list[dict[str, Any]] = []
     files.body |= {"lesson": dataclasses.asdict(asked.lesson), "cases": {case: CASES[case] for case in asked.cases}}
     jobs = [(case, way) for case in asked.cases for way in asked.ways]
-    one_at_a_time = threading.Lock()
+    one_at_a_time, stop = threading.Lock(), threading.Event()
 
     def one(number: int, case: str, way: str, start: str | None) -> None:
         lesson = dataclasses.asdict(dataclasses.replace(asked.lesson, case=case, start=start))
         keywords = WAYS[way]
         job = Job(kind="learn", label=f"{case}, {way}", engine=way, keywords=keywords or {}, settings=lesson)
         with screen.working(job.label, f"{number}/{len(jobs)}") as told:
-            outcome = process.run(job, asked.limit, told)
+            outcome = process.run(job, asked.limit, told, stop)
         found = outcome.result or {}
         row = {"case": case, "way": way, "ok": outcome.result is not None, "reason": outcome.reason, **found}
         with one_at_a_time:
@@ -76,8 +76,14 @@ def run(asked: Run, files: Files) -> list[dict[str, Any]]:
 
     with TemporaryDirectory() as folder, ThreadPoolExecutor(asked.at_once) as pool:
         start = _begin(asked, Path(folder)) if "fine-tune" in asked.cases else None
-        for done in [pool.submit(one, number, *job, start) for number, job in enumerate(jobs, start=1)]:
-            done.result()
+        try:
+            for done in [pool.submit(one, number, *job, start) for number, job in enumerate(jobs, start=1)]:
+                done.result()
+        except BaseException:
+            # Ctrl-C, above all, which only this thread hears of.
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return _sorted(known, jobs)
 
 

@@ -3,15 +3,18 @@
 import dataclasses
 import json
 import math
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from overspill.bench import chart, learning, quality
 from overspill.bench.learning import CASES, Lesson
 from overspill.errors import OptionError
-from tests.commands import here
+from tests.commands import apart, here
 
 TINY = Lesson(steps=12, layers=1, hidden=32, heads=2, seq=32, batch=8, lr=1e-2, warmup=3, validated=2)
 BUDGETS = {"gpu": "1GB", "host": "1GB"}
@@ -113,3 +116,20 @@ def test_fine_tunes_begin_with_what_one_made_for_all(tmp_path: Path) -> None:
     start = str(tmp_path / "start.pt")
     learning.begin(dataclasses.replace(TINY, case="fine-tune", steps=6, start=start), lambda done, of: None)
     assert learned("exact", case="fine-tune", steps=6, start=start) == alone
+
+
+def test_ctrl_c_ends_all_of_it(tmp_path: Path) -> None:
+    """And leaves no worker."""
+    asked = ["bench", "quality", "--steps", "100000", "--cases", "train", "--states", "exact,compact", "--at-once", "2"]
+    found = apart([sys.executable, "-m", "overspill"], *asked, "--out", str(tmp_path / "found.json"), cwd=tmp_path)
+    with found:
+        try:
+            assert found.stdout is not None
+            while "learn, " not in found.stdout.readline():
+                assert found.poll() is None
+            workers = psutil.Process(found.pid).children(recursive=True)
+            found.send_signal(signal.SIGINT)
+            assert found.wait(60) != 0
+        finally:
+            found.kill()
+    assert workers and not psutil.wait_procs(workers, 30)[1]
