@@ -23,7 +23,7 @@ from overspill.plan.hands import STREAMED, Chosen, Speeds, choose, rate_of_cores
 from overspill.plan.memory import Request
 from overspill.plan.plan import Plan
 from overspill.plan.solver import finish, improve, page_sizes, solve
-from overspill.runtime import measures, parts
+from overspill.runtime import parts
 from overspill.runtime.updates import as_text
 from overspill.specs import (
     ROLES,
@@ -289,15 +289,8 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
     ground, budget, page = where
     dtypes, place = _dtypes(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
     cpu, paged = ground.device.type == "cpu", ground.device.type in parts.PAGED
-    request = Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, place, replans=replans(chosen, ground))
+    request = Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, place)
     return dataclasses.replace(request, copied_norms=cpu, paged=paged, chosen=_hands(laid_out.spec, ground))
-
-
-def replans(chosen: Options, ground: Ground) -> bool:
-    """Whether a plan is made anew when activations are known: where it is ours to choose, by one process, which sees
-    them."""
-    alone = ground.comm is None and ground.world == 1
-    return chosen.place is None and alone and ground.device.type in measures.SEES_ACTIVATIONS
 
 
 def _hands(model: ModelSpec, ground: Ground) -> Chosen:

@@ -22,7 +22,7 @@ import torch
 
 from overspill.config import Options
 from overspill.plan.plan import Plan
-from overspill.planning import Ground, forms_of, improved, rearranged, replans
+from overspill.planning import Ground, forms_of, improved, rearranged
 from overspill.runtime.engine import Engine
 from overspill.specs import ROLES, Activations, MiB, Role, human
 
@@ -64,7 +64,7 @@ class CurrentPlan:
 def watch(engine: Engine, held: CurrentPlan, how: tuple[Options, Ground]) -> None:
     """Plan anew when the engine has measured, if the plan was ours to make and something is not on the device."""
     chosen, ground = how
-    if not replans(chosen, ground):
+    if chosen.place is not None or ground.comm is not None or not engine.measures.sees_activations:
         return
     if not all(p.of(role) == "device" for p in held.plan.placements for role in ROLES):
         engine.planner = Replanner(engine, held, how)

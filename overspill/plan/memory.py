@@ -56,10 +56,6 @@ class Request:
     """Who is to update states in host memory, as far as homes allow it."""
     activations: Activations | None = None
     """What they were seen to take, with a margin; None: not known yet."""
-    replans: bool = False
-    """Whether it will be planned anew when they are known."""
-    share: float = 0.5
-    """Of the device's budget, what is kept for them until then, where that is possible."""
 
 
 def taken_bytes(unit: UnitSpec, role: Role, tier: TierName) -> int:

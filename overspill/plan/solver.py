@@ -5,9 +5,7 @@ What a byte on the device saves per step decides the order: weights that live el
 
 Note [Room for activations]: they are not known before the first step. Half of the device budget is kept for them where
 that is possible; where the other tiers have no room for what does not fit beside that, a quarter, and so on to a 32nd,
-and never less than the largest unit's weights. Where it will be planned anew when they are known, and something must
-live elsewhere in any case, up to three quarters are kept: what moves in later costs a few slow steps, and what does not
-fit in the first one ends the training.
+and never less than the largest unit's weights.
 """
 
 from collections import Counter
@@ -36,7 +34,6 @@ from overspill.specs import (
     staged_bytes,
 )
 
-FIRST_SHARES = (12 / 16, 11 / 16, 10 / 16, 9 / 16)
 LEAST_SHARE = 32
 """See Note [Room for activations]."""
 MOST_SLOTS = 128
@@ -75,25 +72,21 @@ def solve(request: Request) -> Plan:
     needed = _needed(request, _lean(request.model), _least)
     if needed + _largest(request.model) > request.budget.device:
         raise BudgetError(_too_small(request, needed + _largest(request.model)))
-    for each, kept in _tries(request, needed):
+    for kept in _kept(request, needed):
         room = request.budget.device - needed - kept
-        placements = _fill(each, room, request.budget.host)
+        placements = _fill(request, room, request.budget.host)
         if placements is not None:
-            return _finish(each, placements)
+            return _finish(request, placements)
     raise BudgetError(_too_little_elsewhere(request, room))
 
 
-def _tries(request: Request, needed: int) -> Iterator[tuple[Request, int]]:
-    """With what may be kept for activations, the most first. See Note [Room for activations]."""
+def _kept(request: Request, needed: int) -> Iterator[int]:
+    """What may be kept for activations, the most first. See Note [Room for activations]."""
     kept, least = _activations(request, needed), max(_largest(request.model), request.budget.device // LEAST_SHARE)
-    if request.replans and sum(map(request.model.role_bytes, ROLES)) > request.budget.device - needed - kept:
-        for share in FIRST_SHARES:
-            more = replace(request, share=share)
-            yield more, _activations(more, needed)
     while kept > least:
-        yield request, kept
+        yield kept
         kept //= 2
-    yield request, min(least, request.budget.device - needed)
+    yield min(least, request.budget.device - needed)
 
 
 def _largest(model: ModelSpec) -> int:
@@ -105,7 +98,7 @@ def _activations(request: Request, needed: int, grads: int = 0) -> int:
     if request.activations is not None:
         return max(request.activations.beside(grads), _largest(request.model))
     room = request.budget.device - needed
-    return max(_largest(request.model), min(int(request.share * request.budget.device), room))
+    return max(_largest(request.model), min(request.budget.device // 2, room))
 
 
 # --- homes

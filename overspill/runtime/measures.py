@@ -14,8 +14,6 @@ from overspill.trace import own_time
 
 log = logging.getLogger("overspill")
 
-SEES_ACTIVATIONS = {"cuda"}
-"""Kinds of devices where what is allocated can be told."""
 STEPS_SEEN = 2
 """In the first step an optimizer may make its states; then a step is as any other."""
 
@@ -52,8 +50,8 @@ class Measures:
 
     @property
     def sees_activations(self) -> bool:
-        """Whether what the device holds can be told."""
-        return self._executor.lanes.device.type in SEES_ACTIVATIONS
+        """Whether what the device holds can be told: on cuda."""
+        return self._executor.lanes.device.type == "cuda"
 
     def begin(self) -> None:
         """Watch from now on how much is allocated, before and after the first gradient of each step."""

@@ -73,25 +73,6 @@ def test_more_device_memory_takes_weights_then_gradients_then_states() -> None:
     assert all(states == 0 or grads == 4 for _, grads, states in seen)
 
 
-def first(spec: ModelSpec, device: int, host: int, replans: bool) -> tuple[int, Plan]:
-    """What is kept for activations, and the plan."""
-    plan = solve(Request(spec, Budget(device, host, 0), {}, 64 * KiB, replans=replans))
-    return plan.bytes_of("device", "activations"), plan
-
-
-def test_more_is_kept_for_activations_until_they_are_known() -> None:
-    """As much as the host has room for, up to three quarters; nothing of a model that fits beside half."""
-    spec = model([10000] * 8)
-    total = sum(spec.role_bytes(role) for role in ROLES)
-    device = total + smallest(spec)
-    half, usual = first(spec, device, GiB, False)
-    most, plan = first(spec, device, GiB, True)
-    assert half <= device // 2 < most <= 0.75 * device and plan.peak("host") > usual.peak("host")
-    seen = [first(spec, device, host, True)[0] for host in range(usual.peak("host"), plan.peak("host"), 64 * KiB)]
-    assert seen == sorted(seen) and len({half, *seen, most}) > 3, "no more than the host has room for"
-    assert first(spec, 4 * total, GiB, True)[1] == first(spec, 4 * total, GiB, False)[1]
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_a_plan_that_knows_activations_holds_before_and_after_gradients(seed: int) -> None:
     rng = random.Random(seed)
