@@ -25,10 +25,10 @@ def library() -> ctypes.CDLL | None:
         version = found.overspill_version()
     except (OSError, AttributeError) as error:
         level = logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.INFO
-        told = (
-            "updates on the host run in plain torch, which is slower: no native library (%s); install a compiler and "
+        cure = "install a compiler and overspill anew"
+        log.log(
+            level, "updates on the host run in plain torch, which is slower: no native library (%s); %s", error, cure
         )
-        log.log(level, told + "overspill anew", error)
         return None
     if version != VERSION:
         log.warning("expected version %d of %s, found %d: it is not used; install anew", VERSION, LIBRARY.name, version)

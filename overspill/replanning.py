@@ -15,6 +15,7 @@ for them. When that begins, states move out, and nothing moves in any more.
 
 import dataclasses
 import logging
+import math
 import weakref
 from typing import Protocol
 
@@ -91,7 +92,11 @@ class Replanner:
         self._summed = False
         """See Note [Sums that were not planned]."""
         self._careful = 1
-        """Times the margin. See Note [Too full]."""
+        """Times the margin, at least. See Note [Too full]."""
+        self._times = 1
+        """Times the margin by which the plan was made."""
+        self._too_much: float = math.inf
+        """Bytes of ours on the device that were found to be too many."""
 
     def called(self, size: Size, graph: bool) -> None:
         """The model is called with inputs of this size, to train or, without a graph, to look at what it gives."""
@@ -119,12 +124,17 @@ class Replanner:
             return
         if _ratio(self._longest, self._longest_now) <= 1 / ALIKE:
             self._known = seen
-            if self._engine.measures.searches > MOST_SEARCHES and self._careful < MOST_CAREFUL and self._go_back():
-                self._careful *= 2
+            self._look_for_room()
             if not self._improve(seen, tuple(role for role in ROLES if role != "grad" or not there)):
                 self._end()
                 return
         self._measure()
+
+    def _look_for_room(self) -> None:
+        """See Note [Too full]."""
+        owned = _owned(self._held.plan)
+        if self._engine.measures.searches > MOST_SEARCHES and self._times < MOST_CAREFUL and self._go_back():
+            self._careful, self._too_much = 2 * self._times, owned
 
     def _evaluated(self, size: Size) -> None:
         """What there is no room for now moves out; when training goes on, it may move in again."""
@@ -152,8 +162,8 @@ class Replanner:
             rooms.loans.paused = not on
 
     def _margin(self) -> int:
-        times = max(self._careful, 2 if self._engine.measures.searches else 1)
-        return max(MARGIN, int(times * MARGIN_SHARE * self._held.plan.budget.device))
+        self._times = max(self._careful, 2 if self._engine.measures.searches else 1)
+        return max(MARGIN, int(self._times * MARGIN_SHARE * self._held.plan.budget.device))
 
     def _fits(self, size: Size, power: int = 2) -> bool:
         """Whether there is room for what an input may take. See Note [Longer inputs]."""
@@ -190,7 +200,7 @@ class Replanner:
         kept = Activations(seen.before + margin, seen.after + margin)
         found = improved(now, self._engine.parts.layout, self._how, (kept, roles))
         most = max(seen.before, seen.after)
-        if found is None:
+        if found is None or _owned(found) >= self._too_much:
             log.info("activations took %s; the plan stays as it is", human(most))
             return False
         come_into_force(self._engine, found)

@@ -87,11 +87,14 @@ class Ways:
 
     def __init__(self, clock: Clock) -> None:
         self.up, self.down, self.update, self._clock = Stream(clock), Stream(clock), Stream(clock), clock
+        self.fetched = 0
+        """Pages."""
 
     def put(self, op: Op, work: Any, waits: Sequence[Any], copies: bool = False) -> Moment:
         self._clock.now += CALL
         if op.kind == Kind.UPDATE:
             return self.update.put(2 * PAGE / MEMORY, waits)
+        self.fetched += op.kind == Kind.STATE_FETCH
         return (self.up if op.kind == Kind.STATE_FETCH else self.down).put(PAGE / LINK, waits)
 
     def let_others_in(self) -> None: ...
@@ -127,8 +130,8 @@ class Gpu:
         self.executor.lanes = SimpleNamespace(device=DEVICE)
         self.executor.tickets = SimpleNamespace(put=lambda key, ticket: None)
         self.passage = Passage(self.executor, _Pages(model), SimpleNamespace(run_page=None), Loans())  # type: ignore[arg-type]
-        ways: Any = Ways(self.clock)
-        self.passage.ways = self.passage.way_home._ways = ways
+        self.ways = Ways(self.clock)
+        self.passage.ways = self.passage.way_home._ways = self.ways  # type: ignore[assignment]
         self.handing = Handing(self.executor, self.passage)
         self._due: dict[int, Ticket] = {}
         self._works: dict[int, UnitWork] = {}

@@ -59,6 +59,7 @@ class Run:
             if ours.budget_of is not None:
                 raise OptionError("expected --ours with a gpu= of its own, found that of a peer; give a size")
         configurations.check(self.ours, [name for name in self.engines if name != "ours"])
+        configurations.check_delay(self.ours, self.training.warmup)
 
     def asked_of(self, engine: str) -> Sequence[str]:
         """Those that an engine is asked for: multiples are for ours, and their unit must be found for them."""

@@ -49,6 +49,8 @@ ARRAYS: Mapping[str, tuple[torch.dtype, float]] = {
 STEP = 10
 REST = 0.3
 """Seconds before each round: threads of OpenMP, on which some of the engines run, spin for a while after their work."""
+_TROUBLE = (OptionError, ImportError, AttributeError, OSError, RuntimeError, ValueError, AssertionError)
+"""Of peers that compile what they need when it is first used."""
 LEFT = 0.04
 """Of the memory that is there: for whatever else runs."""
 
@@ -171,7 +173,7 @@ def _in_turns(pairs: Sequence[tuple[str, str]], count: int, arrays: Arrays, roun
             run = _memory(arrays) if kind == MEMORY else _UPDATES[engine](kind, arrays)
             run()
             runs.append((run, []))
-        except Exception as error:
+        except _TROUBLE as error:
             if engine == OURS and not isinstance(error, OptionError):
                 raise
             # What a peer needs may not be there, or not fit this machine; the others are measured all the same.

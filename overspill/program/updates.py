@@ -18,9 +18,8 @@ def due(program: Program, state: State, units: frozenset[int], ops: list[Op]) ->
 
 def ahead(program: Program, state: State, unit: int, ops: list[Op]) -> State:
     """Hand a pending update out ahead of its use, where somebody takes it and the weights are here."""
-    here = not program.away(unit) or unit in state.here
     wanted = program.piped and unit in state.pending and unit not in state.begun
-    return _begin(program, state, unit, ops) if here and wanted else state
+    return _begin(program, state, unit, ops) if wanted and program.has(state, unit) else state
 
 
 def update(program: Program, state: State, unit: int, ops: list[Op]) -> State:

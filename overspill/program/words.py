@@ -192,6 +192,10 @@ class Program:
         elsewhere."""
         return self.placements[unit].weight != "device" or self.model.sharding.split("weight")
 
+    def has(self, state: "State", unit: int) -> bool:
+        """Whether the unit's weights are on the device, or on their way there."""
+        return not self.away(unit) or unit in state.here
+
     @property
     def gathers(self) -> bool:
         """Whether an update leaves every rank with its own share of the new weights."""

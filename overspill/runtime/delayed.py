@@ -69,14 +69,18 @@ class Delayed:
     def step(self) -> frozenset[int]:
         """The units whose updates have begun."""
         begun = frozenset(self._begun)
+        self._forget()
+        return begun
+
+    def _forget(self) -> None:
+        """The next pass belongs to another step."""
         self._begun.clear()
         self._arrivals.forget()
-        return begun
 
     def zeroed(self) -> bool:
         """See Note [One step later], on steps that are skipped."""
         skipped = self._arrivals.some
-        self.step()
+        self._forget()
         return skipped
 
     def exchange(self, jobs: Jobs) -> Jobs:

@@ -23,7 +23,7 @@ def early(engine: Engine, groups: list[dict[str, Any]]) -> Early:
         if unit in itself.executor.state.pending:
             itself.settle_units((unit,))
         with itself.executor.views:
-            if is_seen(itself.residency, units[unit]):
+            if is_seen(itself.residency, itself.executor, units[unit], unit):
                 # Whoever holds views of weights would see them before their step.
                 return False
         # An update reads its gradients where they are now, and comes behind what the current stream was given.

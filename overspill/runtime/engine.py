@@ -186,7 +186,7 @@ class Engine:
         """Those of which somebody holds views of weights, or has them all open, are updated now: whoever looks would
         see them before their update."""
         with self.executor.views:
-            seen = tuple(u for u in units if is_seen(self.residency, self.units[u]))
+            seen = tuple(u for u in units if is_seen(self.residency, self.executor, self.units[u], u))
         if seen:
             self.settle_units(seen)
             for unit in seen if self.rounds is not None else ():
@@ -224,7 +224,8 @@ class Engine:
         self.executor(Settle(units, self.residency.held()))
         # Weights of which somebody holds views may be written at any time, and again after they were brought home.
         with self.executor.views:
-            viewed = tuple(u for u, unit in enumerate(self.units) if unit.viewed and unit.here)
+            program, state = self.executor.program, self.executor.state
+            viewed = tuple(u for u, unit in enumerate(self.units) if unit.viewed and program.has(state, u))
         if viewed:
             self.executor(Mark(viewed, written=True))
 

@@ -93,8 +93,8 @@ class Handing:
         """How many came so far."""
         self._lock = threading.Lock()
         self._later: tuple[tuple[object, ...], deque[Page]] = ((), deque())
-        """What may be fetched when everything at hand is on its way; as of when so many had come, and these units were
-        being updated."""
+        """What may be fetched when everything at hand is on its way; as of when so many had come, these units were
+        being updated, and the updates of those had been due in this pass."""
         self.ends = False
         """Whether nothing is fetched any more but for updates that may run."""
 

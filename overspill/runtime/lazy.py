@@ -26,7 +26,7 @@ class Early(Protocol):
         """The units whose updates have begun."""
 
     def zeroed(self) -> bool:
-        """Gradients are dropped. Whether that skips a step, with which what is kept of the one before was due."""
+        """Gradients are dropped, perhaps without a step. Whether what is kept of earlier steps is due with that."""
 
     def exchange(self, jobs: Jobs) -> Jobs:
         """What a step takes; what is due now instead."""

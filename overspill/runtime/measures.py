@@ -31,7 +31,7 @@ class Measures:
         self._own = own_time.seconds
         self.steps = 0
         self._since = 0
-        self._searched = self._all_searches = self._searches()
+        self._searched = self._then_searched = self._searches()
         self._reserved = 0
         self._peaks: tuple[int, int] | None = None
         """Before and after the first gradient of a step, while that is watched."""
@@ -111,7 +111,7 @@ class Measures:
         }
         if self.sees_activations:
             searches = self._searches()
-            self.last["searches"], self._all_searches = searches - self._all_searches, searches
+            self.last["searches"], self._then_searched = searches - self._then_searched, searches
         self._then, self._own = (moved, times, now), own_time.seconds
         if self._comm is not None:
             self.last["sent"] = dict(Counter(self._comm.sent) - self._sent)

@@ -162,7 +162,7 @@ class Residency:
             # Backward of backward: the graph being built is nobody's, so keep what it uses.
             self.need(units)
             self._executor(Mark(units, pin=True))
-        elif units != self._last or not all(self._units[u].here for u in units):
+        elif units != self._last or not all(self._executor.program.has(self._executor.state, u) for u in units):
             self._recorder.mark("")
             self.need(units)
             if self._recorder.on:
@@ -241,6 +241,7 @@ def _has_memory(t: Tensor) -> bool:
     return t.layout is torch.strided and not t.is_nested and not torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
-def is_seen(residency: Residency, unit: Unit) -> bool:
-    """Whether somebody may look at a unit's weights without asking for them."""
-    return residency.full or (unit.viewed and unit.here)
+def is_seen(residency: Residency, executor: Executor, unit: Unit, index: int) -> bool:
+    """Whether somebody may look at a unit's weights without asking for them. (What keeps its memory for old views when
+    it leaves is seen by them, and is not what counts.)"""
+    return residency.full or (unit.viewed and executor.program.has(executor.state, index))

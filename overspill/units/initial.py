@@ -62,7 +62,8 @@ class Initialiser:
             return self._fill(params, _HOST)
         try:
             return self._fill(params, self._device)
-        except ModelError as error:
+        except (ModelError, torch.OutOfMemoryError) as error:
+            # What else is there, or is held to a budget, may leave less room than there seemed to be.
             log.info("first values are made in host memory, because on %s: %s", self._device, error)
             self._device = _HOST
             return self._fill(params, _HOST)

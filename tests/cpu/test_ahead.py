@@ -250,33 +250,41 @@ def test_another_plan_changes_no_bit(
     check((found, weights(overspill.close(model))), expected)
 
 
-@pytest.mark.parametrize("most", [0.0, 1.0])
+@pytest.mark.parametrize("calm", [0.0, 0.5])
+@pytest.mark.parametrize("most", [0.0, 0.5, 1.0])
 def test_what_leaves_too_little_room_moves_out_again(
-    most: float, paged: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    most: float, calm: float, paged: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Where the allocator searches as soon as more than this share of what could move in has done so."""
-    lengths = functools.partial(of_lengths, steps=[[5]] * 20)
+    """Where the allocator searches as soon as more than this share of what could move in has done so; before, it does
+    so every other step, or never."""
+    lengths = functools.partial(of_lengths, steps=[[5]] * 24)
     model = small.build(blocks=BLOCKS)
     model, optimizer = overspill.prepare(model, adamw(model), place=HOMES["device"])
     expected = lengths(model, optimizer, []), weights(overspill.close(model))
-    plans: dict[bool, list[int]] = {}
+    bounds: list[int] = []
     owned: list[int] = []
 
     def searches(measures: Measures) -> float:
-        first, all = owned
-        return 9.0 if measures._planned.owned > first + most * (all - first) else 0.0
+        first, all = bounds
+        owned.append(measures._planned.owned)
+        return 9.0 if owned[-1] > first + most * (all - first) else calm
 
+    monkeypatch.setattr(replanning, "MARGIN_SHARE", 0.1)
     for watched in (False, True):
         model, optimizer = crowded(20, monkeypatch, precision="bf16")
-        monkeypatch.setattr(Measures, "searches", property(searches) if watched else 0.0)
-        engine, plans[watched] = overspill.api._engine(model), list[int]()
-        owned += [] if watched else [engine.parts.planned.owned]
-        found = lengths(model, optimizer, plans[watched])
-        owned += [] if watched else [engine.parts.planned.owned]
-        check((found, weights(overspill.close(model))), expected)
-    there, less = plans[False], plans[True]
-    assert there[-1] == max(there) > there[0]
-    assert less[-1] == there[-1] if most else less[0] <= less[-1] < max(less) == there[-1]
+        engine = overspill.api._engine(model)
+        monkeypatch.setattr(Measures, "searches", property(searches) if watched else calm)
+        bounds += [] if watched else [engine.parts.planned.owned]
+        check((lengths(model, optimizer, []), weights(overspill.close(model))), expected)
+        bounds += [] if watched else [engine.parts.planned.owned]
+    plans = [size for size, _ in itertools.groupby(owned)]
+    first, full = bounds
+    tops = [b for a, b, c in zip(plans, plans[1:], [*plans[2:], 0], strict=False) if b > max(a, c)]
+    assert tops == sorted(tops, reverse=True) and len(set(tops)) == len(tops), "every return ends with less"
+    if most == 1:
+        assert max(plans) == plans[-1] == full > first
+    else:
+        assert first <= plans[-1] < max(plans) <= full
 
 
 @pytest.mark.parametrize("room", [8, 46])

@@ -1,5 +1,6 @@
 """Parameters without elements, parameters without states, and weights of which somebody made NumPy arrays."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -117,15 +118,29 @@ def test_pages_that_bring_nothing(
     assert differing(found[1], expected[1]) == []
 
 
-@away
-def test_weights_can_leave_after_arrays_were_made_of_them(place: dict[str, str], tmp_path: Path) -> None:
-    """Between passes, when nobody holds views; and then within a graph, which does."""
+LOOKS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
+    "nobody": lambda model, optimizer: None,
+    "settle": lambda model, optimizer: overspill.settle(model),
+    "states": lambda model, optimizer: optimizer.state_dict(),
+}
 
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+
+@away
+@pytest.mark.parametrize("look", LOOKS)
+def test_weights_can_leave_after_arrays_were_made_of_them(look: str, place: dict[str, str], tmp_path: Path) -> None:
+    """Between passes, when nobody holds views; and then within a graph, which does, and while others look."""
+
+    def loop(
+        model: nn.Module, optimizer: torch.optim.Optimizer, look: Callable[[nn.Module, torch.optim.Optimizer], object]
+    ) -> list[torch.Tensor]:
         found = []
-        for _ in range(3):
+        for step in range(3):
             found += [torch.from_numpy(p.detach().numpy().copy()) for p in model[0].parameters()]
-            found += train(model, optimizer, 1)
+            loss = model(batch(step).requires_grad_()).square().mean()
+            look(model, optimizer)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
         return found
 
     def tower() -> nn.Module:
@@ -136,9 +151,9 @@ def test_weights_can_leave_after_arrays_were_made_of_them(place: dict[str, str],
         return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     model = tower()
-    expected = loop(model, adamw(model)), weights(model)
+    expected = loop(model, adamw(model), LOOKS["nobody"]), weights(model)
     model = tower()
     model, optimizer = prepare_tight(model, adamw(model), place, tmp_path)
-    found = loop(model, optimizer), weights(model)
+    found = loop(model, optimizer, LOOKS[look]), weights(model)
     assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
     assert differing(found[1], expected[1]) == []
