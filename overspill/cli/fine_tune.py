@@ -86,9 +86,11 @@ def _session(settings: FineTune, folder: RunFolder, checkpoint: Path | None, ran
 
     zero = zero_point(device, settings.nvme, settings.precision)
     randomness.seed_all(settings.seed)
-    model, optimizer = ranks.together(
-        lambda: overspill.prepare(model, own, place=planned, weights=settings.model, **settings.prepared_by())
-    )
+    asked = settings.prepared_by()
+    if planned is not None:
+        # The plan that was shown, and not place=planned: on a GPU it improves when activations are known.
+        asked |= {"gpu": planned.budget.device, "host": planned.budget.host}
+    model, optimizer = ranks.together(lambda: overspill.prepare(model, own, weights=settings.model, **asked))
     plan = optimizer.report()["plan"]
     if planned is None:
         ranks.say(plan)
