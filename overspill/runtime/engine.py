@@ -94,6 +94,8 @@ class Engine:
             graph = torch.is_grad_enabled()
             # What only looks at the model brings its caches along, which are there already.
             self.planner.called(_size_of((args, kwargs), hooks.DEPTH if graph else 0), graph)
+        if self.rounds is not None:
+            self.rounds.begin()
         if self._buffers is not None:
             self._buffers.begin()
         self.executor(Begin(self.residency.phase))

@@ -79,6 +79,12 @@ class Reduced:
         self._waiting[unit, param] = generation
         self._executor(Grad(unit, param, first=generation.zero and not generation.todo, reduced=True))
 
+    def forget(self) -> None:
+        """A backward pass was interrupted: what it brought and was not reduced yet."""
+        self._reduction.forget()
+        self._waiting.clear()
+        self.unclaimed.clear()
+
     def _renew(self, generation: Generation) -> None:
         """All that it had is part of what will be reduced."""
         self._book.passing.leaving.pop((generation.unit, generation.param), None)
