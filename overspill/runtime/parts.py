@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -139,8 +140,9 @@ class Parts:
             )
 
 
-Extend = Callable[[TierName, int], Tier | None]
-"""(tier, bytes) -> more room on a tier, or an error where the budget has none; None for the device."""
+Extend = Callable[[Mapping[TierName, int]], dict[TierName, Tier | None]]
+"""Bytes by tier -> more room on each, None for the device; or an error, and nothing more on any, where a budget has too
+little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,22 +257,26 @@ class _Wider:
         self._extend = extend
         self._extended: dict[TierName, Tier | None] = {}
 
-    def __call__(self, unit: int, param: int) -> Home | None:
-        tier = self._executor.program.placements[unit].grad
-        if tier not in self._extended:
-            # For all gradients of the tier at once: they will all be summed.
-            total = sum(align(self._bytes(p), BLOCK) for p in self._params(tier))
-            self._extended[tier] = self._extend(tier, total)
-            more = self._executor.program.limits.depth * self._ring.widen()
-            if more:
-                self._extend("device", more)
-            log.warning(
-                "a second backward pass before step(): gradients are summed in fp32, for which %s more are taken on "
-                "%s; say micro_batches=2 (or how many there are) to prepare, so that the plan counts them",
-                human(total),
-                tier,
-            )
-        room = self._extended[tier]
+    def make_ready(self, unit: int) -> None:
+        tier, limits = self._executor.program.placements[unit].grad, self._executor.program.limits
+        if tier in self._extended:
+            return
+        # For all gradients of the tier at once: they will all be summed.
+        total = sum(align(self._bytes(p), BLOCK) for p in self._params(tier))
+        wanted = Counter[TierName]({tier: total})
+        wanted["device"] += limits.depth * self._ring.growth()
+        self._extended[tier] = self._extend(wanted)[tier]
+        self._ring.widen()
+        log.warning(
+            "a second backward pass before step(): gradients are summed in fp32, for which %s more are taken on %s; "
+            "say micro_batches=2 (or how many there are) to prepare, so that the plan counts them",
+            human(total),
+            tier,
+        )
+
+    def home(self, unit: int, param: int) -> Home | None:
+        self.make_ready(unit)
+        room = self._extended[self._executor.program.placements[unit].grad]
         spec = self._executor.program.model.units[unit].params[param]
         return None if room is None else (room, room.reserve(self._bytes(spec)))
 
