@@ -244,20 +244,21 @@ class _Extend:
         self._planned = planned
         self._node = node_of(device)
         self._paths = parse_nvme(chosen.nvme)
+        self._precision = chosen.precision
         self._tiers = tiers
         self._pin = device.type == "cuda"
 
-    def __call__(self, wanted: Mapping[TierName, int]) -> dict[TierName, Tier | None]:
+    def __call__(self, wanted: Mapping[TierName, int], sums: bool) -> dict[TierName, Tier | None]:
         wanted = {tier: nbytes for tier, nbytes in wanted.items() if nbytes}
         for tier, nbytes in wanted.items():
-            self._check(tier, nbytes)
+            self._check(tier, nbytes, sums)
         made: dict[TierName, Tier | None] = {"device": None}
         made |= {tier: self._more(tier, nbytes) for tier, nbytes in wanted.items() if tier != "device"}
         self._planned.owned += wanted.get("device", 0)
         self._planned.granted += wanted.get("device", 0)
         return made
 
-    def _check(self, tier: TierName, nbytes: int) -> None:
+    def _check(self, tier: TierName, nbytes: int, sums: bool) -> None:
         budget, peak = getattr(self._made.budget, tier), self._made.peak(tier)
         if tier == "device":
             # Activations may take less than is kept free for them, but never less than the largest unit.
@@ -266,10 +267,18 @@ class _Extend:
             return
         left = human(max(0, budget - peak))
         room = f"{human(nbytes)} more on {tier}, where {left} of the budget of {human(budget)} are left"
+        if sums:
+            raise BudgetError(
+                "expected one backward pass per step, for which the plan has room, found a second one: its sums take "
+                f"{room}; say micro_batches=2 (or how many there are) to prepare, or zero_grad() before each; now call "
+                "zero_grad() to start over, for some gradients may be sums already"
+            )
+        scaler = ", and leave torch.amp.GradScaler out: the loss is scaled without it" * (self._precision == "fp16")
         raise BudgetError(
-            "expected one backward pass per step, for which the plan has room, found a second one: its sums take "
-            f"{room}; say micro_batches=2 (or how many there are) to prepare, or zero_grad() before each; now call "
-            "zero_grad() to start over, for some gradients may be sums already"
+            f"expected gradients of {self._precision}, as a backward pass makes them, for which the plan has room, "
+            "found some of fp32, as sums are, what is put into p.grad, and what a GradScaler has unscaled: all of them "
+            f"take {room}; say micro_batches=2 to prepare, which plans room for fp32, or change gradients in place "
+            f"(p.grad.mul_(x)){scaler}"
         )
 
     def _more(self, tier: TierName, nbytes: int) -> Tier:

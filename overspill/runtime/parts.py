@@ -140,9 +140,9 @@ class Parts:
             )
 
 
-Extend = Callable[[Mapping[TierName, int]], dict[TierName, Tier | None]]
-"""Bytes by tier -> more room on each, None for the device; or an error, and nothing more on any, where a budget has too
-little."""
+Extend = Callable[[Mapping[TierName, int], bool], dict[TierName, Tier | None]]
+"""(bytes by tier, whether they are for sums of backward passes) -> more room on each, None for the device; or an error,
+and nothing more on any, where a budget has too little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,13 +263,17 @@ class _Wider:
             return
         # For all gradients of the tier at once: they will all be summed.
         total = sum(align(self._bytes(p), BLOCK) for p in self._params(tier))
+        sums = torch._C._current_graph_task_id() != -1
         wanted = Counter[TierName]({tier: total})
         wanted["device"] += limits.depth * self._ring.growth()
-        self._extended[tier] = self._extend(wanted)[tier]
+        self._extended[tier] = self._extend(wanted, sums)[tier]
         self._ring.widen()
         log.warning(
-            "a second backward pass before step(): gradients are summed in fp32, for which %s more are taken on %s; "
-            "say micro_batches=2 (or how many there are) to prepare, so that the plan counts them",
+            "%s, for which %s more are taken on %s; say micro_batches=2 (or how many backward passes there are) to "
+            "prepare, so that the plan counts them",
+            "a second backward pass before step(): gradients are summed in fp32"
+            if sums
+            else "gradients are kept in fp32, as sums are and what is put into p.grad",
             human(total),
             tier,
         )

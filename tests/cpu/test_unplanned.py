@@ -110,6 +110,36 @@ def test_a_model_is_closed_and_prepared_with_more_room(tmp_path: Path) -> None:
     optimizer.step()
 
 
+def assigned(model: nn.Module, optimizer: Any) -> None:
+    for p in model.parameters():
+        p.grad = p.grad * 0.5
+    optimizer.step()
+
+
+def unscaled(model: nn.Module, optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("how", [assigned, unscaled], ids=lambda how: how.__name__)
+def test_one_pass_is_not_taken_for_two(how: Callable[..., None], precision: str, tmp_path: Path) -> None:
+    _, _, last = expected("host", precision, tmp_path)
+    model, optimizer = made("host", precision, tmp_path, tight=True)
+    stream = small.batches()
+    train(model, optimizer, stream)
+    small.loss_of(model, next(stream)).backward()
+    with pytest.raises(BudgetError, match=rf"expected gradients of {precision}, .* put into p.grad,") as caught:
+        how(model, optimizer)
+    assert "second" not in str(caught.value) and "micro_batches=2" in str(caught.value)
+    assert ("leave torch.amp.GradScaler out" in str(caught.value)) == (precision == "fp16")
+    next(stream)
+    optimizer.zero_grad()
+    train(model, optimizer, stream)
+    assert differing(weights(overspill.close(model)), last) == []
+
+
 def on_ranks(case: Case) -> list[str]:
     """Every rank is refused at the same place, and all go on together."""
     dist.init_process_group("gloo")
