@@ -231,8 +231,8 @@ def _is_piped(program: Program, device: torch.device) -> bool:
 
 def _weight_home(tiers: Mapping[TierName, Tier], name: TierName, unit: UnitSpec) -> Home | None:
     """What has no bytes has a home away from the device all the same: a unit of which this rank owns nothing, or whose
-    parameters are all empty."""
-    if name in tiers and not unit.home_bytes:
+    parameters are all empty. A rank that owns nothing of any has no such tier."""
+    if (name in tiers or name != "device") and not unit.home_bytes:
         return tiers["null"], tiers["null"].reserve(0)
     return _reserve(tiers, name, unit.home_bytes)
 
