@@ -110,7 +110,7 @@ class Replanner:
         held = self._engine.parts.made.grads.bytes
         there = [g for g in held.current() if not g.zero]
         adds = any(not g.stepped for g in there)
-        self._summed |= self._how[0].micro_batches == 1 and (adds or bool(held.widened))
+        self._summed |= self._how[0].micro_batches == 1 and (adds or bool(held.widths.widened))
         if (longer and not self._fits(size)) or (self._summed and may_add):
             self._go_back()
         if longer:
@@ -180,7 +180,7 @@ class Replanner:
         """What moved in moves out again, but for weights, and for gradients while there are some; whether anything
         did."""
         held = self._engine.parts.made.grads.bytes
-        keep_gradients = bool(held.widened) or any(not g.zero for g in held.current())
+        keep_gradients = bool(held.widths.widened) or any(not g.zero for g in held.current())
         now, pairs = self._held.plan, zip(self._first.placements, self._held.plan.placements, strict=True)
         placements = tuple(
             dataclasses.replace(then, weight=p.weight, grad=(p if keep_gradients else then).grad) for then, p in pairs

@@ -95,21 +95,41 @@ def _save(path: str | PathLike[str], engine: Engine, optimizer: SpilledOptimizer
 
 
 def load(path: str | PathLike[str], engine: Engine, optimizer: SpilledOptimizer) -> Any:
-    """Put everything back as it was saved; all of it is checked before anything is changed. Returns `extra`."""
+    """Put everything back as it was saved; what it has is checked before anything is changed. Returns `extra`.
+
+    Checksums are known when all bytes are read, and those of a large checkpoint are not read twice. A load that fails
+    then leaves a mixture, with which nobody may go on; another load makes it whole again.
+    """
     _refuse_parts(engine.model, "load a checkpoint")
-    engine.settle()
-    if engine.parts.made.ranks is not None:
-        engine.parts.made.ranks.meet(Meeting.LOAD)
-    with open_folder(path) as saved:
-        body = saved.body()
-        _check(saved, body, engine, optimizer)
-        with torch.no_grad():
-            for name, p in engine.model.named_parameters():
-                p.copy_(saved.tensor(name))
-            for name, buffer in engine.model.named_buffers():
-                if name in saved.entries and saved.entries[name].shape == tuple(buffer.shape):
-                    buffer.copy_(saved.tensor(name))
-        _load_states(saved, body["states"], engine)
+    executor = engine.executor
+    mixed, executor.mixed = executor.mixed, None
+    try:
+        engine.settle()
+        if engine.parts.made.ranks is not None:
+            engine.parts.made.ranks.meet(Meeting.LOAD)
+        with open_folder(path) as saved:
+            body = saved.body()
+            _check(saved, body, engine, optimizer)
+            mixed = (
+                f"that a load of {str(path)!r} failed before its end: what the model and its optimizer have is part of "
+                "what they had before, and part of that"
+            )
+            _replace(saved, body, engine, optimizer)
+        engine.settle()
+        mixed = None
+    finally:
+        executor.mixed = mixed
+    return body["extra"]
+
+
+def _replace(saved: Saved, body: Any, engine: Engine, optimizer: SpilledOptimizer) -> None:
+    with torch.no_grad():
+        for name, p in engine.model.named_parameters():
+            p.copy_(saved.tensor(name))
+        for name, buffer in engine.model.named_buffers():
+            if name in saved.entries and saved.entries[name].shape == tuple(buffer.shape):
+                buffer.copy_(saved.tensor(name))
+    _load_states(saved, body["states"], engine)
     for group, values in zip(optimizer.param_groups, body["groups"], strict=True):
         group.update({k: v for k, v in values.items() if k != "params"})
     for name, module in _with_extra_state(engine.model):
@@ -117,8 +137,6 @@ def load(path: str | PathLike[str], engine: Engine, optimizer: SpilledOptimizer)
     if engine.parts.scale is not None and body["scale"] is not None:
         engine.parts.scale.load(body["scale"])
         engine.parts.made.grads.factor = engine.parts.scale.factor
-    engine.settle()
-    return body["extra"]
 
 
 def export(path: str | PathLike[str], engine: Engine) -> None:

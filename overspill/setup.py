@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -226,7 +227,7 @@ def build_engine(
     planned = Planned(owned, made.peak("device"), made.bytes_of("device", "grad"))
     with ExitStack() as undo:
         tiers = _tiers(model, made, paths, device, undo)
-        extend = _Extend(made, planned, paths, tiers, device)
+        extend = _Extend(made, planned, chosen, tiers, device)
         # Only now: it takes time, and plans do without it.
         from overspill.loading import source_of
 
@@ -267,31 +268,49 @@ def build_engine(
 class _Extend:
     """Makes more room on a tier than the plan has, within its budget."""
 
-    def __init__(
-        self, made: Plan, planned: Planned, paths: list[tuple[Path, int | None]], tiers: Tiers, device: torch.device
-    ) -> None:
+    def __init__(self, made: Plan, planned: Planned, chosen: Options, tiers: Tiers, device: torch.device) -> None:
         self._made = made
         self._planned = planned
         self._node = node_of(device)
-        self._paths = paths
+        self._paths = parse_nvme(chosen.nvme)
+        self._precision = chosen.precision
         self._tiers = tiers
         self._pin = device.type == "cuda"
 
-    def __call__(self, tier: TierName, nbytes: int) -> Tier | None:
+    def __call__(self, wanted: Mapping[TierName, int], sums: bool) -> dict[TierName, Tier | None]:
+        wanted = {tier: nbytes for tier, nbytes in wanted.items() if nbytes}
+        for tier, nbytes in wanted.items():
+            self._check(tier, nbytes, sums)
+        made: dict[TierName, Tier | None] = {"device": None}
+        made |= {tier: self._more(tier, nbytes) for tier, nbytes in wanted.items() if tier != "device"}
+        self._planned.owned += wanted.get("device", 0)
+        self._planned.granted += wanted.get("device", 0)
+        return made
+
+    def _check(self, tier: TierName, nbytes: int, sums: bool) -> None:
         budget, peak = getattr(self._made.budget, tier), self._made.peak(tier)
         if tier == "device":
             # Activations may take less than is kept free for them, but never less than the largest unit.
             peak = self._planned.owned + max(u.weight_bytes for u in self._made.model.units)
-        if peak + nbytes > budget:
+        if peak + nbytes <= budget:
+            return
+        left = human(max(0, budget - peak))
+        room = f"{human(nbytes)} more on {tier}, where {left} of the budget of {human(budget)} are left"
+        if sums:
             raise BudgetError(
-                f"expected one backward pass per step, for which the plan has room, found a second one: its sums take "
-                f"{human(nbytes)} more on {tier}, where {human(max(0, budget - peak))} of the budget of "
-                f"{human(budget)} are left; say micro_batches=2 (or how many there are) to prepare"
+                "expected one backward pass per step, for which the plan has room, found a second one: its sums take "
+                f"{room}; say micro_batches=2 (or how many there are) to prepare, or zero_grad() before each; now call "
+                "zero_grad() to start over, for some gradients may be sums already"
             )
-        if tier == "device":
-            self._planned.owned += nbytes
-            self._planned.granted += nbytes
-            return None
+        scaler = ", and leave torch.amp.GradScaler out: the loss is scaled without it" * (self._precision == "fp16")
+        raise BudgetError(
+            f"expected gradients of {self._precision}, as a backward pass makes them, for which the plan has room, "
+            "found some of fp32, as sums are, what is put into p.grad, and what a GradScaler has unscaled: all of them "
+            f"take {room}; say micro_batches=2 to prepare, which plans room for fp32, or change gradients in place "
+            f"(p.grad.mul_(x)){scaler}"
+        )
+
+    def _more(self, tier: TierName, nbytes: int) -> Tier:
         more: Tier = (
             HostTier(nbytes, node=self._node) if tier == "host" else NvmeTier(self._paths, nbytes, STAGING, self._pin)
         )

@@ -54,7 +54,7 @@ def react(program: Program, state: State, event: Event) -> tuple[State, list[Op]
         case Join():
             state = _join(program, state, event, ops)
         case Flush():
-            state = flush(program, state, ops)
+            state = state.but(arrived={}) if event.forget else flush(program, state, ops)
         case Begin():
             state = learn(state, "eval") if event.phase == "eval" else state
     return state, ops

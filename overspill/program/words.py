@@ -171,6 +171,9 @@ class Join:
 class Flush:
     """A backward pass is over: reduce the gradients of one unit that waits for others that did not come."""
 
+    forget: bool = False
+    """It was interrupted: nothing of it is reduced any more."""
+
 
 Event = Need | Mark | Grad | Due | Step | Settle | Begin | Join | Flush
 

@@ -12,6 +12,7 @@ from overspill.runtime.pages import Home, Pages, kept_of
 from overspill.specs import KERNEL_PIECE, ParamSpec, PartSpec
 from overspill.units.layout import Layout
 from overspill.units.local import local_of
+from overspill.units.pages import in_order
 from overspill.units.unit import Unit
 
 PIECE = 2**22
@@ -19,7 +20,8 @@ PIECE = 2**22
 
 
 class Source(Protocol):
-    """Where values come from: the parameters themselves, files, initialisers."""
+    """Where values come from: the parameters themselves, files, initialisers. All ranks read the same, in the same
+    order: what one of them has may be sent to the others as it is read."""
 
     def begin(self, params: Sequence[tuple[ParamSpec, nn.Parameter]]) -> None:
         """The values of one unit will be read."""
@@ -88,7 +90,8 @@ def _masters(index: int, unit: Unit, pages: Pages) -> dict[int, Tensor]:
 
 def _fill(index: int, unit: Unit, pages: Pages, source: Source) -> None:
     keep = _Keeping(index, unit, pages)
-    for param in keep.order(len(unit.params)):
+    # As pages come, each of which is written once. Not as those of this rank do: ranks read together.
+    for param in in_order(unit.spec.params, pages.model.format):
         spec, p = unit.spec.params[param], unit.params[param]
         for begin in range(0, spec.numel, PIECE):
             end = min(begin + PIECE, spec.numel)
@@ -121,11 +124,6 @@ class _Keeping:
                 if unit.spec.params[part.param].master:
                     self._parts.setdefault(part.param, []).append((i, part))
 
-    def order(self, count: int) -> list[int]:
-        """Parameters as their pages come."""
-        first = {param: parts[0][0] for param, parts in self._parts.items()}
-        return sorted(range(count), key=lambda param: first.get(param, -1))
-
     def __call__(self, param: int, begin: int, kept: Tensor) -> None:
         """Elements of a parameter from `begin` on, in the order of the pages, which are written one by one."""
         for page, part in self._parts.get(param, ()):
@@ -137,6 +135,7 @@ class _Keeping:
 
     def _open(self, page: int) -> None:
         if page != self._page:
+            assert page > self._page, f"page {page} would be written again, after page {self._page}"
             self.flush()
             spec = self._pages.spec(self._index, page)
             nbytes = spec.elements * spec.format.master_bytes

@@ -14,6 +14,7 @@ from overspill.runtime import hooks
 from overspill.runtime.buffers import SharedBuffers
 from overspill.runtime.door import HANDLE, set_door
 from overspill.runtime.generation import Generation
+from overspill.runtime.gradient_bytes import GradientBytes
 from overspill.runtime.handle import GradHandle, gradient_of
 from overspill.runtime.lazy import Early, Lazy
 from overspill.runtime.measures import Measures
@@ -93,6 +94,8 @@ class Engine:
             graph = torch.is_grad_enabled()
             # What only looks at the model brings its caches along, which are there already.
             self.planner.called(_size_of((args, kwargs), hooks.DEPTH if graph else 0), graph)
+        if self.rounds is not None:
+            self.rounds.begin()
         if self._buffers is not None:
             self._buffers.begin()
         self.executor(Begin(self.residency.phase))
@@ -261,7 +264,7 @@ class Engine:
             if self.rounds is not None:
                 # Until all ranks have the unit whole, none gives its share of it away.
                 self.rounds.meet_to_close(index)
-            _give_back(self.parts, index)
+            _give_back(self, index)
         hooks.flatten(self.model)
         for buffer, device in self.parts.buffers:
             buffer.data = buffer.data.to(device)
@@ -278,24 +281,41 @@ class Engine:
             self.parts.held.close()
 
 
-def _give_back(parts: Parts, index: int) -> None:
+def _give_back(engine: Engine, index: int) -> None:
     """Plain parameters with plain gradients, on the devices they came from."""
-    unit, made = parts.units[index], parts.made
-    handles = [p.grad for p in unit.params]
+    unit, made = engine.units[index], engine.parts.made
+    gradients = [_held(engine, index, i) for i in range(len(unit.params))]
     values = {i: made.masters.read((index, i)) for i in range(len(unit.params)) if (index, i) in made.masters}
     for p in unit.params:
         p.grad = None
         set_door(p, None)
         delattr(p, HANDLE)
     unit.give_back(values)
-    for p, handle in zip(unit.params, handles, strict=True):
-        held = None if handle is None else part_for(p, handle)
+    for p, held in zip(unit.params, gradients, strict=True):
         # What an update took in the backward pass is not there any more.
         if held is not None and not (isinstance(held, GradHandle) and held.generation.consumed):
-            part = local_of(p)
-            value = made.grads.bytes.read(held.generation) if isinstance(held, GradHandle) else held
-            whole = torch.empty_strided(part.shape, part.stride(), dtype=p.dtype, device=p.device)
-            p.grad = wrapped(p, whole.copy_(value))
+            p.grad = wrapped(p, _plain(local_of(p), made.grads.bytes, held))
+
+
+def _held(engine: Engine, unit: int, param: int) -> Tensor | None:
+    """What is in `p.grad`. A sparse gradient was refused, so it stands where autograd put it, with the scale of the
+    loss."""
+    p = engine.units[unit].params[param]
+    gradient, own = p.grad, engine.residency.own_grads.get((unit, param))
+    if gradient is None:
+        return None
+    held = part_for(p, gradient)
+    if held.layout is torch.strided or (own is not None and own() is gradient):
+        return held
+    return engine.parts.made.masters.unscaled(held)
+
+
+def _plain(part: Tensor, bytes: GradientBytes, held: Tensor) -> Tensor:
+    """A gradient as its parameter is from now on."""
+    if held.layout is not torch.strided:
+        return held.to(part.device, part.dtype)
+    value = bytes.read(held.generation) if isinstance(held, GradHandle) else held
+    return torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device).copy_(value)
 
 
 def _size_of(inputs: Any, depth: int) -> tuple[int, int]:

@@ -33,6 +33,11 @@ Handler = Callable[[Op], Work]
 """Called on the caller's thread when the op is handed out (allocations happen here); what it returns runs on the
 lane. For ops of the compute lane both happen at once, behind the op's waits."""
 
+ANEW = (
+    "prepare anew: build the model and its optimizer again, and load a checkpoint; this model can neither go on nor be "
+    "closed, and gives its memory back when it is deleted"
+)
+
 
 class Executor:
     """Runs one program."""
@@ -49,6 +54,8 @@ class Executor:
         self._together: Ticket | None = None
         """Of the last collective."""
         self._failed: BaseException | None = None
+        self.mixed: str | None = None
+        """What a load that failed in the middle left. Until all values are loaded, nobody may go on with it."""
         self._pid = os.getpid()
         self.lock = threading.RLock()
         """Autograd may run the nodes of one backward pass in two threads."""
@@ -91,9 +98,11 @@ class Executor:
             )
         if self._failed is not None:
             raise StateError(
-                f"expected an engine that runs, found that it stopped at an earlier error ({self._failed!r}) with some "
-                "of its weights updated and some not; prepare anew, from a checkpoint"
+                f"expected an engine that runs, found that it stopped at an earlier error ({self._failed!r}), perhaps "
+                f"with some of its weights updated and some not; {ANEW}"
             )
+        if self.mixed is not None:
+            raise StateError(f"expected a whole model, found {self.mixed}; load a whole checkpoint, or {ANEW}")
 
     def give_up(self, error: BaseException) -> None:
         """Weights are neither those before a step nor those after it."""

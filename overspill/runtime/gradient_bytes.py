@@ -1,38 +1,75 @@
 """Where the bytes of gradients are, and what they say.
 
 Note [Unplanned width]: a plan for one micro-batch has room for narrow gradients. A loop that accumulates all the same
-gets wide homes when the first sum needs one, where the budgets allow it; else it is refused and told what to say.
+gets wide homes when the first sum needs one, where the budgets allow it; else it is refused and told what to say. That
+happens before anything is changed: what is refused in the midst of an op leaves an engine that cannot go on. What the
+user puts into `p.grad` may be wide, too.
 """
 
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from overspill.program import Key, Kind
 from overspill.runtime.collect import Collector
 from overspill.runtime.executor import Executor
-from overspill.runtime.generation import Generation, as_bytes, check_bytes
+from overspill.runtime.generation import Generation, as_bytes, check_bytes, full_dtype
 from overspill.runtime.norms import Norms
 from overspill.runtime.pages import Home
 from overspill.runtime.ranks import Meeting
+from overspill.specs import Span
 
 log = logging.getLogger("overspill")
 
-Widen = Callable[[int, int], Home | None]
-"""(unit, param) -> room for a wide gradient; None where gradients live on the device. See Note [Unplanned width]."""
+
+class Wider(Protocol):
+    """Has room for wide gradients, or takes it. See Note [Unplanned width]."""
+
+    def make_ready(self, unit: int) -> None:
+        """Take it, for this unit's and others; refused where the budgets have none."""
+
+    def home(self, unit: int, param: int) -> Home | None:
+        """Of a wide gradient; None where gradients live on the device."""
 
 
 Homes = Sequence[Home]
 """Of a gradient: none where it lives on the device; two where one is kept beside the next."""
 
 
+class Widths:
+    """Which gradients are wider than planned. See Note [Unplanned width]."""
+
+    def __init__(self, wider: Wider) -> None:
+        self._wider = wider
+        self.widened: set[tuple[int, int]] = set()
+        """Those that have homes all the same."""
+
+    def make_ready(self, generation: Generation, span: Span | None) -> None:
+        """Before anything is changed: it will be wide; with a span, that much of it."""
+        if self.outgrows(generation, span):
+            self._wider.make_ready(generation.unit)
+
+    def outgrows(self, generation: Generation, span: Span | None) -> bool:
+        """Whether it is larger than its home, if it is wide."""
+        spec = generation.spec
+        nbytes = (spec.numel if span is None else span.room) * full_dtype(spec).itemsize
+        return (generation.unit, generation.param) not in self.widened and nbytes > spec.grad_bytes
+
+    def home(self, unit: int, param: int) -> Home | None:
+        """Of one that is wide from now on."""
+        home = self._wider.home(unit, param)
+        self.widened.add((unit, param))
+        return home
+
+
 class GradientBytes:
     """`homes[unit][param]`."""
 
     def __init__(
-        self, homes: Sequence[Sequence[Homes]], widen: Widen, executor: Executor, collector: Collector | None
+        self, homes: Sequence[Sequence[Homes]], wider: Wider, executor: Executor, collector: Collector | None
     ) -> None:
         every = {(u, i): each for u, row in enumerate(homes) for i, each in enumerate(row)}
         self._homes: dict[tuple[int, int], Home | None] = {
@@ -42,9 +79,7 @@ class GradientBytes:
         """Where the next gradient lives while this one is kept."""
         self._left: dict[tuple[int, int], tuple[Home | None, bool]] = {}
         """Homes of gradients that moved in, and whether they are wide."""
-        self._widen = widen
-        self.widened: set[tuple[int, int]] = set()
-        """Sums that were not planned and have homes. See Note [Unplanned width]."""
+        self.widths = Widths(wider)
         self._executor = executor
         self._collector = collector
         self._device = executor.lanes.device
@@ -96,7 +131,7 @@ class GradientBytes:
                 kept = self._other_owner.pop(key)() if key in self._other_owner else None
                 if kept is not None and kept.home is not None and kept.value is None:
                     kept.value, kept.home = self._load(kept), None
-                self._left[key] = (self._homes[key], key in self.widened)
+                self._left[key] = (self._homes[key], key in self.widths.widened)
                 self._homes[key] = None
                 self._owner.pop(key, None)
 
@@ -105,7 +140,7 @@ class GradientBytes:
         for key in self._homes:
             if key[0] == unit:
                 self._homes[key], wide = self._left.pop(key)
-                self.widened = self.widened | {key} if wide else self.widened - {key}
+                (self.widths.widened.add if wide else self.widths.widened.discard)(key)
 
     def read(self, generation: Generation) -> Tensor:
         """The gradient's current value. May be its own bytes: do not write to it and do not hand it out."""
@@ -142,13 +177,11 @@ class GradientBytes:
 
     def make_room(self, generation: Generation) -> None:
         """See Note [Unplanned width]."""
-        key, spec = (generation.unit, generation.param), generation.spec
-        room = spec.numel if generation.span is None else generation.span.room
-        if generation.narrow or key in self.widened or room * generation.dtype.itemsize <= spec.grad_bytes:
+        key = (generation.unit, generation.param)
+        if generation.narrow or not self.widths.outgrows(generation, generation.span):
             return
-        self._homes[key] = self._widen(*key)
+        self._homes[key] = self.widths.home(*key)
         self._others.pop(key, None)
-        self.widened.add(key)
 
     def claim(self, generation: Generation) -> None:
         """The slot is this generation's now. If somebody still looks at an older one, it gets bytes of its own."""

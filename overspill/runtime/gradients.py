@@ -106,6 +106,8 @@ class Gradients:
 
     def claim(self, generation: Generation) -> None:
         key = (generation.unit, generation.param)
+        if not generation.narrow:
+            self.bytes.widths.make_ready(generation, generation.span)
         if self.passing.leaving.get(key) is not generation:
             # An older one that is still on the device keeps the bytes it has there, for whoever looks at it.
             self.passing.leaving.pop(key, None)
@@ -164,6 +166,7 @@ class Gradients:
 
     def contribute(self, generation: Generation, contribution: Callable[[Tensor], object]) -> None:
         unit, param = generation.unit, generation.param
+        self.bytes.widths.make_ready(generation, generation.span)
         if generation.zero:
             generation.value, generation.zero = generation.empty(self._device).zero_(), False
             self.claim(generation)
@@ -190,6 +193,7 @@ class Gradients:
         """The own bytes of the gradient in this cell of a handle. See Note [Lent gradients]."""
         for other in list(self._lent):
             if other is not cell[0] and not other.viewed:
+                self.bytes.widths.make_ready(other, other.span)
                 other.lent = False
                 other.norms.clear()
                 self._lent.discard(other)

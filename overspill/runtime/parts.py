@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -139,8 +140,9 @@ class Parts:
             )
 
 
-Extend = Callable[[TierName, int], Tier | None]
-"""(tier, bytes) -> more room on a tier, or an error where the budget has none; None for the device."""
+Extend = Callable[[Mapping[TierName, int], bool], dict[TierName, Tier | None]]
+"""(bytes by tier, whether they are for sums of backward passes) -> more room on each, None for the device; or an error,
+and nothing more on any, where a budget has too little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +231,8 @@ def _is_piped(program: Program, device: torch.device) -> bool:
 
 def _weight_home(tiers: Mapping[TierName, Tier], name: TierName, unit: UnitSpec) -> Home | None:
     """What has no bytes has a home away from the device all the same: a unit of which this rank owns nothing, or whose
-    parameters are all empty."""
-    if name in tiers and not unit.home_bytes:
+    parameters are all empty. A rank that owns nothing of any has no such tier."""
+    if (name in tiers or name != "device") and not unit.home_bytes:
         return tiers["null"], tiers["null"].reserve(0)
     return _reserve(tiers, name, unit.home_bytes)
 
@@ -255,22 +257,30 @@ class _Wider:
         self._extend = extend
         self._extended: dict[TierName, Tier | None] = {}
 
-    def __call__(self, unit: int, param: int) -> Home | None:
-        tier = self._executor.program.placements[unit].grad
-        if tier not in self._extended:
-            # For all gradients of the tier at once: they will all be summed.
-            total = sum(align(self._bytes(p), BLOCK) for p in self._params(tier))
-            self._extended[tier] = self._extend(tier, total)
-            more = self._executor.program.limits.depth * self._ring.widen()
-            if more:
-                self._extend("device", more)
-            log.warning(
-                "a second backward pass before step(): gradients are summed in fp32, for which %s more are taken on "
-                "%s; say micro_batches=2 (or how many there are) to prepare, so that the plan counts them",
-                human(total),
-                tier,
-            )
-        room = self._extended[tier]
+    def make_ready(self, unit: int) -> None:
+        tier, limits = self._executor.program.placements[unit].grad, self._executor.program.limits
+        if tier in self._extended:
+            return
+        # For all gradients of the tier at once: they will all be summed.
+        total = sum(align(self._bytes(p), BLOCK) for p in self._params(tier))
+        sums = torch._C._current_graph_task_id() != -1
+        wanted = Counter[TierName]({tier: total})
+        wanted["device"] += limits.depth * self._ring.growth()
+        self._extended[tier] = self._extend(wanted, sums)[tier]
+        self._ring.widen()
+        log.warning(
+            "%s, for which %s more are taken on %s; say micro_batches=2 (or how many backward passes there are) to "
+            "prepare, so that the plan counts them",
+            "a second backward pass before step(): gradients are summed in fp32"
+            if sums
+            else "gradients are kept in fp32, as sums are and what is put into p.grad",
+            human(total),
+            tier,
+        )
+
+    def home(self, unit: int, param: int) -> Home | None:
+        self.make_ready(unit)
+        room = self._extended[self._executor.program.placements[unit].grad]
         spec = self._executor.program.model.units[unit].params[param]
         return None if room is None else (room, room.reserve(self._bytes(spec)))
 

@@ -59,6 +59,7 @@ class Reduced:
 
     def put_held(self, generation: Generation) -> None:
         """What was held on this rank is reduced at the end of a backward pass that brought nothing to add to it."""
+        self._make_room(generation)
         value = self._book.bytes.share(generation)
         self._renew(generation)
         self.put(generation, value, None)
@@ -66,6 +67,8 @@ class Reduced:
     def put(self, generation: Generation, value: Tensor, factor: Tensor | None) -> None:
         """A backward pass made `value`, whole and laid out as the parameter is; `factor` undoes its scale."""
         unit, param, spec = generation.unit, generation.param, generation.spec
+        if generation.local or not generation.zero or generation.todo or value.dtype == full_dtype(spec):
+            self._make_room(generation)
         if factor is not None and value.dtype == full_dtype(spec):
             value, factor = value * factor, None
         if generation.local:
@@ -78,6 +81,16 @@ class Reduced:
         self._reduction.put(unit, param, value, factor)
         self._waiting[unit, param] = generation
         self._executor(Grad(unit, param, first=generation.zero and not generation.todo, reduced=True))
+
+    def forget(self) -> None:
+        """A backward pass was interrupted: what it brought and was not reduced yet."""
+        self._reduction.forget()
+        self._waiting.clear()
+        self.unclaimed.clear()
+
+    def _make_room(self, generation: Generation) -> None:
+        """It will be a sum, of which this rank keeps its share."""
+        self._book.bytes.widths.make_ready(generation, generation.spec.owned if self._reduction.shares else None)
 
     def _renew(self, generation: Generation) -> None:
         """All that it had is part of what will be reduced."""

@@ -69,6 +69,12 @@ class Reduction:
             value, factor = wide(there[param], spec, self._factors[unit, param]) + wide(value, spec, factor), None
         there[param], self._factors[unit, param] = value, factor
 
+    def forget(self) -> None:
+        """Nothing waits any more."""
+        self._local.clear()
+        self._factors.clear()
+        self._wide.clear()
+
     def width(self, unit: int) -> int:
         """0: some are sums of several backward passes, which are wide; 1: none is."""
         params = self._specs[unit].params

@@ -65,12 +65,14 @@ class Ring:
                 self._fresh[slot] = recorded(torch.cuda.current_stream(self._device))
         return old if old != page else None
 
-    def widen(self) -> int:
-        """Gradients turned out to be wider than planned; slots grow as they are used, when nobody has them. By how
-        much each."""
-        before, self._wide = self._nbytes, True
+    def growth(self) -> int:
+        """By how much each slot would grow, were gradients wider than planned."""
+        return max(0, ring_slot_bytes(self._model, self._placements, wide=True) - self._nbytes)
+
+    def widen(self) -> None:
+        """Gradients turned out to be wider than planned; slots grow as they are used, when nobody has them."""
+        self._wide = True
         self._nbytes = ring_slot_bytes(self._model, self._placements, wide=True)
-        return max(0, self._nbytes - before)
 
     def memory(self, page: Page) -> Tensor:
         return self._slots[self._pages[page]]

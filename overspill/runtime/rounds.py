@@ -72,6 +72,16 @@ class Rounds:
         finally:
             self._held -= 1
 
+    def begin(self) -> None:
+        """A forward begins. If something is left of a backward pass, that was interrupted by an error: it may belong to
+        gradients that were dropped since, so it must not be averaged with what the next pass brings."""
+        left = self._arrived or self._executor.state.arrived
+        if left and torch._C._current_graph_task_id() == -1:
+            self._executor(Flush(forget=True))
+            self._reduced.forget()
+            self._arrived.clear()
+            self._watched = -1
+
     def arrived(self, unit: int, param: int) -> None:
         """Autograd made a gradient."""
         if not self._reduced.synced():

@@ -45,12 +45,10 @@ def cut(
     ours = format.fields is not None
     pieces = [
         piece
-        for i, p in enumerate(params)
-        if p.trainable and state_bytes(i, p.shape) is not None
-        for piece in (_pieces(i, p, format.named(p.states), page_bytes) if ours else _ranges(i, p, format, state_bytes))
+        for i in in_order(params, format)
+        if (p := params[i]).trainable and state_bytes(i, p.shape) is not None
+        for piece in (_pieces(i, p, _format(p, format), page_bytes) if ours else _ranges(i, p, format, state_bytes))
     ]
-    # Those of a format together.
-    pieces.sort(key=lambda piece: piece.format.name)
     page: list[_Piece] = []
     for piece in pieces:
         if page and (piece.format != page[0].format or _size([*page, piece]) > page_bytes):
@@ -59,6 +57,17 @@ def cut(
         page.append(piece)
     if page:
         yield _page(page)
+
+
+def in_order(params: Sequence[ParamSpec], format: StateFormat) -> list[int]:
+    """A unit's parameters in the order in which its pages have them, those of a format together. Every rank has this
+    order, whatever it owns of them."""
+    return sorted(range(len(params)), key=lambda i: _format(params[i], format).name)
+
+
+def _format(p: ParamSpec, format: StateFormat) -> StateFormat:
+    """Of a parameter's pages."""
+    return format if format.fields is None else format.named(p.states)
 
 
 def _ranges(index: int, p: ParamSpec, format: StateFormat, state_bytes: StateBytes) -> list[_Piece]:

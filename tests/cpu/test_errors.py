@@ -336,6 +336,30 @@ def test_sparse_gradients(place, tmp_path: Path) -> None:
         model(torch.arange(5)).sum().backward()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("own", [False, True], ids=["made", "given"])
+@everywhere
+def test_a_model_with_a_sparse_gradient_is_closed(place, own: bool, precision: str, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 2))
+
+    plain, model = build(), build()
+    (plain(torch.arange(5)).sum() / 8).backward()
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _ = overspill.prepare(model, given, precision=precision, place=place, nvme=tmp_path)
+    with pytest.raises(ModelError, match=r"dense gradient for '0.weight'"):
+        (model(torch.arange(5)).sum() / 8).backward()
+    if own:
+        model[0].weight.grad = plain[0].weight.grad.to(model[0].weight.dtype)
+    overspill.close(model)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert type(p) is nn.Parameter and p.dtype == p.grad.dtype == torch.float32 and p.grad.layout == q.grad.layout
+        assert torch.allclose(p.grad.to_dense(), q.grad.to_dense(), rtol=1e-2, atol=1e-3)
+    given.step()
+    assert torch.allclose(model[0].weight, plain[0].weight - 0.1 * plain[0].weight.grad.to_dense(), atol=1e-2)
+
+
 # ---- a prepared model that changes
 
 

@@ -1,5 +1,7 @@
 """Checkpoints: everything comes back, into any placement, precision and way of updating."""
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 from torch import nn
 
 import overspill
-from overspill.errors import ModelError, OverspillError, StateError
+from overspill.errors import ModelError, OverspillError, StateError, TierError
 from tests import small
 from tests.places import PLACES
 from tests.reference import Recipe, differing, train, weights
@@ -171,3 +173,64 @@ def test_buffers_that_come_and_go_are_not_required(tmp_path: Path) -> None:
     again, others = built()
     overspill.load(tmp_path / "saved", again, others)
     assert differing(weights(again), weights(model)) == []
+
+
+def damaged(saved: Path, file: str) -> Path:
+    """A checkpoint of which the last tensor of a file is not as it was saved, as only its checksum tells."""
+    path = saved.with_name(f"damaged {file}")
+    shutil.copytree(saved, path)
+    data = bytearray((path / file).read_bytes())
+    data[-1] ^= 1
+    (path / file).write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("file", ["weights.safetensors", "states.safetensors"])
+@pytest.mark.parametrize("place", ["device", "mixed", "nvme"])
+def test_nobody_goes_on_with_half_a_checkpoint(place: str, file: str, tmp_path: Path) -> None:
+    model, steps = made(tmp_path, place)
+    stretch(model, steps)
+    overspill.save(tmp_path / "saved", model, steps, "extra")
+    expected = stretch(model, steps, skip=3)
+    torn = damaged(tmp_path / "saved", file)
+    model, steps = made(tmp_path, place)
+    stretch(model, steps)
+    with pytest.raises(TierError, match="crc32"):
+        overspill.load(torn, model, steps)
+    uses: dict[str, Callable[[], Any]] = {
+        "training": lambda: stretch(model, steps),
+        "evaluation": lambda: small.loss_of(model.eval(), next(small.batches())),
+        "step": steps.step,
+        "a weight": lambda: model.last.weight.sum(),
+        "state_dict": model.state_dict,
+        "states": steps.state_dict,
+        "load_state_dict": lambda: steps.load_state_dict({}),
+        "full": lambda: overspill.full(model).__enter__(),
+        "save": lambda: overspill.save(tmp_path / "after", model, steps),
+        "export": lambda: overspill.export(model, tmp_path / "exported"),
+        "close": lambda: overspill.close(model),
+    }
+    for name, use in uses.items():
+        with pytest.raises(StateError, match=r"found that a load of '.*damaged .* failed .*; load a whole"):
+            use()
+            pytest.fail(f"{name} did not raise")
+    with pytest.raises(TierError):
+        overspill.load(tmp_path / "nothing", model, steps)
+    with pytest.raises(StateError, match="load a whole checkpoint"):
+        model.state_dict()
+    assert overspill.load(tmp_path / "saved", model.train(), steps) == "extra"
+    found = stretch(model, steps, skip=3)
+    assert found[0] == expected[0] and differing(found[1], expected[1]) == []
+    overspill.close(model)
+
+
+def test_a_load_that_is_refused_at_once_changes_nothing(tmp_path: Path) -> None:
+    model, steps = made(tmp_path)
+    overspill.save(tmp_path / "saved", model, steps)
+    before = stretch(model, steps)[1]
+    with open(tmp_path / "saved" / "states.safetensors", "r+b") as file:
+        file.truncate(5000)
+    with pytest.raises(TierError, match="5000"):
+        overspill.load(tmp_path / "saved", model, steps)
+    assert differing(weights(model), before) == []
+    stretch(model, steps)

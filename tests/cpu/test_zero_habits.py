@@ -83,7 +83,29 @@ def used_together(model: Any, optimizer: Any, batches: Any) -> None:
             model.blocks[0].scale.mul_(1 + total / 1000)
 
 
-LOOPS: list[Loop] = [zeroed, only_held, looked_at, changed, used_together]
+class Broken(Exception):
+    pass
+
+
+def _broken(gradient: Tensor) -> None:
+    raise Broken
+
+
+def interrupted(model: Any, optimizer: Any, batches: Any) -> None:
+    """A backward pass ends in an error of the user's own in the midst of a block, some of whose gradients have come."""
+    for _ in range(STEPS):
+        logits = model(next(batches)["tokens"])
+        hook = model.blocks[1].up.weight.register_hook(_broken)
+        with pytest.raises(Broken):
+            logits.square().mean().backward()
+        hook.remove()
+        optimizer.zero_grad()
+        backward(model, batches)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+LOOPS: list[Loop] = [zeroed, only_held, looked_at, changed, used_together, interrupted]
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

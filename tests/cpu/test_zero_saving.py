@@ -1,5 +1,6 @@
 """Over ranks: what is put together again, for the user and for files, is what plain torch has."""
 
+import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import overspill
+from overspill.errors import StateError, TierError
 from tests.ranks import run
 from tests.reference import differing, weights
 from tests.zero import OPTIMIZERS, Case, batches, build, digest, flat_states, prepared, reference, train, trained
@@ -120,3 +122,32 @@ def test_checkpoints_do_not_know_how_many_ranks_there_were(precision: str, tmp_p
 def test_checkpoints_of_other_optimizers(optimizer: str, model: str, tmp_path: Path) -> None:
     case = Case(3, "host", optimizer=optimizer, model=model)
     check((2, case), [(3, replace(case, zero=1))], tmp_path)
+
+
+def torn_then_whole(case: Case, folder: str) -> list[Any]:
+    """Every rank reads a checkpoint of which a byte has changed, and then the one that is as it was saved."""
+    dist.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as nvme:
+        model, optimizer = prepared(case, nvme)
+        train(model, optimizer, replace(case, steps=1))
+        with pytest.raises(TierError, match="crc32"):
+            overspill.load(f"{folder}/torn", model, optimizer)
+        with pytest.raises(StateError, match="load a whole checkpoint"):
+            train(model, optimizer, replace(case, steps=1))
+        overspill.load(f"{folder}/saved", model, optimizer)
+        found = weights(model), flat_states(optimizer)
+        train(model, optimizer, replace(case, steps=SECOND))
+        overspill.close(model)
+    dist.destroy_process_group()
+    return [*found]
+
+
+def test_no_rank_goes_on_with_half_a_checkpoint(tmp_path: Path) -> None:
+    case = Case(3, "mixed", precision="bf16", steps=3)
+    saved = run(first_half, 2, case, str(tmp_path / "saved"))[0]
+    shutil.copytree(tmp_path / "saved", tmp_path / "torn")
+    data = bytearray((tmp_path / "torn" / "states.safetensors").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "torn" / "states.safetensors").write_bytes(data)
+    for found in run(torn_then_whole, 2, case, str(tmp_path)):
+        assert differing(found[0], saved[0]) == [] and differing(found[1], saved[1]) == []

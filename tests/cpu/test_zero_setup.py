@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import overspill
 from overspill.errors import ModelError, RankError
 from tests import small
 from tests.ranks import run
-from tests.reference import weights
+from tests.reference import differing, weights
 from tests.zero import MODELS, Case, batches, digest, prepared
 
 
@@ -141,6 +141,84 @@ def test_all_ranks_begin_with_the_same_values(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_three_ranks_begin_with_the_same_values(tmp_path: Path) -> None:
     check(3, [0, 1, 2, 3], tmp_path)
+
+
+class Alike(nn.Module):
+    """Blocks of matrices that only their names tell apart: of two ranks each owns other ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5))) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def seeded(kind: str, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Alike() if kind == "alike" else small.build(seed)
+
+
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Begun = tuple[dict[str, Tensor], dict[str, Tensor]]
+"""Masters, and the weights beside them."""
+
+
+def begun(model: nn.Module) -> Begun:
+    """What a prepared model begins with; it is a plain one afterwards."""
+    masters = weights(model)
+    with overspill.full(model):
+        narrow = {name: p.detach().clone() for name, p in model.named_parameters()}
+    closed = weights(overspill.close(model))
+    assert digest(closed) == digest(masters), "a model that is closed at once has other values"
+    return masters, narrow
+
+
+def begin_narrow(stages: list[int], folder: str) -> dict[str, Begun]:
+    """On every rank: what each way of having values on the first rank only, or others on others, begins with."""
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), {}
+    for zero, precision, kind, states in itertools.product(stages, NARROW, ("alike", "small"), ("exact", "compact")):
+        for way in ("different", "only on rank 0", "in a folder"):
+            where = f"{kind} {states} {precision} {way} at stage {zero}"
+            print(where, flush=True)
+            model = on_meta(lambda kind=kind: seeded(kind, 0))
+            if way == "different" or (way == "only on rank 0" and rank == 0):
+                model = seeded(kind, 5 + rank)
+            more = {"weights": f"{folder}/{kind}"} if way == "in a folder" else {}
+            with tempfile.TemporaryDirectory() as nvme:
+                case = Case(zero, "mixed", precision=precision)
+                found[where] = begun(prepared(case, nvme, model, states=states, **more)[0])
+    dist.destroy_process_group()
+    return found
+
+
+def check_narrow(size: int, stages: list[int], tmp_path: Path) -> None:
+    expected = {}
+    for kind, precision, states in itertools.product(("alike", "small"), NARROW, ("exact", "compact")):
+        model = seeded(kind, 5)
+        plain = overspill.prepare(model, torch.optim.AdamW(model.parameters()), precision=precision, states=states)[0]
+        overspill.export(plain, tmp_path / kind)
+        expected[f"{kind} {states} {precision}"] = begun(plain)
+        narrow = expected[f"{kind} {states} {precision}"][1]
+        assert all(value.dtype == NARROW[precision] for value in narrow.values())
+    for rank, results in enumerate(run(begin_narrow, size, stages, str(tmp_path), timeout=250)):
+        for where, got in results.items():
+            right = next(each for begin, each in expected.items() if where.startswith(begin))
+            for mine, its in zip(got, right, strict=True):
+                assert differing(mine, its) == [], f"rank {rank}: {where}"
+
+
+@pytest.mark.parametrize("stages", [[0, 2], [1, 3]], ids=str)
+def test_two_ranks_begin_with_the_same_masters(stages: list[int], tmp_path: Path) -> None:
+    check_narrow(2, stages, tmp_path)
+
+
+@pytest.mark.full
+def test_three_ranks_begin_with_the_same_masters(tmp_path: Path) -> None:
+    check_narrow(3, [0, 1, 2, 3], tmp_path)
 
 
 def wrong_way_round() -> str:

@@ -1,0 +1,171 @@
+"""Gradients wider than planned: where the budget has no room for them they are refused, and all else goes on."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import overspill
+from overspill.errors import BudgetError
+from tests import small
+from tests.places import PLACES
+from tests.ranks import run
+from tests.reference import differing, weights
+from tests.zero import Case, batches, prepared
+
+Batches = Iterator[dict[str, Tensor]]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def made(place: str, precision: str, nvme: Path, tight: bool) -> tuple[Any, Any]:
+    """Tight: in budgets of what the plan takes, to the byte."""
+    model = small.build()
+    optimizer, how = adamw(model), {"place": PLACES[place], "precision": precision}
+    if not tight:
+        return overspill.prepare(model, optimizer, nvme=nvme, **how)
+    plan = overspill.plan(model, optimizer, nvme=nvme, **how)
+    on_disk = {str(nvme): plan.peak("nvme")} if plan.peak("nvme") else None
+    return overspill.prepare(model, optimizer, host=plan.peak("host"), nvme=on_disk, **how)
+
+
+def train(model: Any, optimizer: Any, stream: Batches, steps: int = 2) -> None:
+    for _ in range(steps):
+        small.loss_of(model, next(stream)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def expected(place: str, precision: str, nvme: Path) -> tuple[dict[str, Tensor], list[Tensor], dict[str, Tensor]]:
+    """Of a loop without the pass that is refused: the weights then, the first pass's gradients, the last weights."""
+    model, optimizer = made(place, precision, nvme, tight=False)
+    stream = small.batches()
+    train(model, optimizer, stream)
+    small.loss_of(model, next(stream)).backward()
+    then, grads = weights(model), [overspill.grad(p) for p in model.parameters()]
+    next(stream)
+    optimizer.zero_grad()
+    train(model, optimizer, stream)
+    return then, grads, weights(overspill.close(model))
+
+
+def large(model: nn.Module, grads: list[Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
+    """What has no room for a sum: what is smaller may have one before the first is refused."""
+    return [(p, g) for p, g in zip(model.parameters(), grads, strict=True) if p.numel() > 256]
+
+
+def interrupted(place: str, precision: str, nvme: Path) -> tuple[Any, Any, Batches]:
+    """A model of which a second backward pass has been refused."""
+    model, optimizer = made(place, precision, nvme, tight=True)
+    stream = small.batches()
+    train(model, optimizer, stream)
+    small.loss_of(model, next(stream)).backward()
+    with pytest.raises(BudgetError, match=r"found a second one: .*; say micro_batches=2 .*; now call zero_grad\(\)"):
+        small.loss_of(model, next(stream)).backward()
+    return model, optimizer, stream
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("place", ["host", "mixed", "nvme"])
+def test_a_second_pass_that_is_refused_changes_nothing(place: str, precision: str, tmp_path: Path) -> None:
+    then, grads, last = expected(place, precision, tmp_path)
+    model, optimizer, stream = interrupted(place, precision, tmp_path)
+    uses: list[Callable[[], Any]] = [
+        lambda: model.last.weight.detach().sum(),
+        optimizer.state_dict,
+        lambda: overspill.save(tmp_path / "saved", model, optimizer),
+        lambda: overspill.export(model, tmp_path / "exported"),
+        lambda: overspill.settle(model),
+        lambda: overspill.state(model.last.weight),
+    ]
+    for use in uses:
+        use()
+    assert differing(weights(model), then) == []
+    assert all(torch.equal(overspill.grad(p), g) for p, g in large(model, grads))
+    with pytest.raises(BudgetError, match="found a second one"):
+        small.loss_of(model, next(small.batches())).backward()
+    optimizer.zero_grad()
+    train(model, optimizer, stream)
+    assert differing(weights(overspill.close(model)), last) == []
+
+
+def test_a_model_is_closed_and_prepared_with_more_room(tmp_path: Path) -> None:
+    then, grads, _ = expected("host", "bf16", tmp_path)
+    model, optimizer, stream = interrupted("host", "bf16", tmp_path)
+    given = optimizer.given
+    overspill.close(model)
+    assert differing(weights(model), then) == []
+    assert all(torch.equal(p.grad, g) for p, g in large(model, grads))
+    model.zero_grad()
+    model, optimizer = overspill.prepare(model, given, place=PLACES["host"], micro_batches=2)
+    for _ in range(2):
+        small.loss_of(model, next(stream)).backward()
+    optimizer.step()
+
+
+def assigned(model: nn.Module, optimizer: Any) -> None:
+    for p in model.parameters():
+        p.grad = p.grad * 0.5
+    optimizer.step()
+
+
+def unscaled(model: nn.Module, optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("how", [assigned, unscaled], ids=lambda how: how.__name__)
+def test_one_pass_is_not_taken_for_two(how: Callable[..., None], precision: str, tmp_path: Path) -> None:
+    _, _, last = expected("host", precision, tmp_path)
+    model, optimizer = made("host", precision, tmp_path, tight=True)
+    stream = small.batches()
+    train(model, optimizer, stream)
+    small.loss_of(model, next(stream)).backward()
+    with pytest.raises(BudgetError, match=rf"expected gradients of {precision}, .* put into p.grad,") as caught:
+        how(model, optimizer)
+    assert "second" not in str(caught.value) and "micro_batches=2" in str(caught.value)
+    assert ("leave torch.amp.GradScaler out" in str(caught.value)) == (precision == "fp16")
+    next(stream)
+    optimizer.zero_grad()
+    train(model, optimizer, stream)
+    assert differing(weights(overspill.close(model)), last) == []
+
+
+def on_ranks(case: Case) -> list[str]:
+    """Every rank is refused at the same place, and all go on together."""
+    dist.init_process_group("gloo")
+    found: list[dict[str, Tensor]] = []
+    host: int | None = None
+    for tight in (False, True):
+        with tempfile.TemporaryDirectory() as nvme:
+            model, optimizer = prepared(case, nvme, **({"host": host} if host else {}))
+            peaks: list[Any] = [None, None]
+            dist.all_gather_object(peaks, optimizer.report()["plan"].peak("host"))
+            host = 2 * max(peaks)
+            stream = batches()
+            train(model, optimizer, stream)
+            small.loss_of(model, next(stream)).backward()
+            if tight:
+                with pytest.raises(BudgetError, match="found a second one"):
+                    small.loss_of(model, next(stream)).backward()
+            else:
+                next(stream)
+            optimizer.zero_grad()
+            train(model, optimizer, stream)
+            found.append(weights(overspill.close(model)))
+    dist.destroy_process_group()
+    return differing(*found)
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_ranks_are_refused_together(zero: int) -> None:
+    assert run(on_ranks, 2, Case(zero, "host", precision="bf16")) == [[], []]
