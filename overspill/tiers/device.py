@@ -13,8 +13,8 @@ _THRESHOLD = 128 << 10
 GROWTH = 20 << 20
 """Bytes by which torch's growing segments grow. Whether there is room for them is decided by what was asked for, which
 may be less: without as much to spare a limit would be passed by a part of it."""
-LEAST_SHARE = 64
-"""Of a budget, what may be spared for that is one part in so many."""
+LARGE = 64 * GROWTH
+"""A budget that can spare that. A smaller one would miss it: there the limit may be passed."""
 
 log = logging.getLogger("overspill")
 
@@ -113,6 +113,6 @@ def _give_budget_back(device: torch.device, which: int, pid: int) -> None:
 
 def _limit(device: torch.device) -> None:
     held, total = _budgets[device].values(), torch.cuda.get_device_properties(device).total_memory
-    kept = sum(b.nbytes - min(GROWTH, b.nbytes // LEAST_SHARE) + b.others for b in held)
+    kept = sum(b.nbytes - (GROWTH if b.nbytes >= LARGE else 0) + b.others for b in held)
     share = kept / total if held else 1.0
     torch.cuda.set_per_process_memory_fraction(min(_caps[device], share), device)
