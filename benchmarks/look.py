@@ -209,7 +209,6 @@ def main() -> None:
     timed = timing.window(step, training.steps, device, lambda *_: None, warm)
     found: dict[str, Any] = {"ours": asked.ours, "cores": asked.cores, "set": asked.set, **timed.to_dict()}
     found["reserved"] = torch.cuda.max_memory_reserved(device)
-    found["searches"] = ready.report()["searches"]
     found["own_host_seconds"] = worker.own_host_seconds(ready, step, device)
     pager = overspill.api._engine(ready.model).executor.pager
     if asked.cores and pager is not None and pager.cores is not None:

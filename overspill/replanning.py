@@ -6,16 +6,12 @@ gradients if there are none just now, move out again, and then all is measured a
 being built may need them where they are. How activations grow with the input nobody knows; at most with its square.
 Inputs of an evaluation count too, though it takes less: afterwards what moved out moves in again.
 
-Note [Too full]: where torch's allocator finds no room, it gives all that is free back to the driver, and the host waits
-for the GPU meanwhile. If that happens again and again in a step, what moved in moves out, and less of it in again.
-
 Note [Sums that were not planned]: a loop that adds up gradients without saying so (micro_batches=) takes twice the room
 for them. When that begins, states move out, and nothing moves in any more.
 """
 
 import dataclasses
 import logging
-import math
 import weakref
 from typing import Protocol
 
@@ -33,10 +29,6 @@ MARGIN = 256 * MiB
 MARGIN_SHARE = 0.06
 """Of the device budget: what is kept free beside what activations were seen to take, because steps are not all alike
 and torch's allocator cannot use every hole; twice that where it had to look for holes already."""
-MOST_SEARCHES = 4
-"""Of torch's allocator in a step: a few of them, before the largest activations, cost little (docs/log.md)."""
-MOST_CAREFUL = 4
-"""Times the margin, at most. See Note [Too full]."""
 ALIKE = 0.9
 """Inputs of at least this share of the longest tell what that takes."""
 
@@ -91,12 +83,6 @@ class Replanner:
         """Whether nothing more can move in, for inputs like those so far."""
         self._summed = False
         """See Note [Sums that were not planned]."""
-        self._careful = 1
-        """Times the margin, at least. See Note [Too full]."""
-        self._times = 1
-        """Times the margin by which the plan was made."""
-        self._too_much: float = math.inf
-        """Bytes of ours on the device that were found to be too many."""
 
     def called(self, size: Size, graph: bool) -> None:
         """The model is called with inputs of this size, to train or, without a graph, to look at what it gives."""
@@ -124,17 +110,10 @@ class Replanner:
             return
         if _ratio(self._longest, self._longest_now) <= 1 / ALIKE:
             self._known = seen
-            self._look_for_room()
             if not self._improve(seen, tuple(role for role in ROLES if role != "grad" or not there)):
                 self._end()
                 return
         self._measure()
-
-    def _look_for_room(self) -> None:
-        """See Note [Too full]."""
-        owned = _owned(self._held.plan)
-        if self._engine.measures.searches > MOST_SEARCHES and self._times < MOST_CAREFUL and self._go_back():
-            self._careful, self._too_much = 2 * self._times, owned
 
     def _evaluated(self, size: Size) -> None:
         """What there is no room for now moves out; when training goes on, it may move in again."""
@@ -162,8 +141,8 @@ class Replanner:
             rooms.loans.paused = not on
 
     def _margin(self) -> int:
-        self._times = max(self._careful, 2 if self._engine.measures.searches else 1)
-        return max(MARGIN, int(self._times * MARGIN_SHARE * self._held.plan.budget.device))
+        shares = MARGIN_SHARE * (2 if self._engine.measures.pressed else 1)
+        return max(MARGIN, int(shares * self._held.plan.budget.device))
 
     def _fits(self, size: Size, power: int = 2) -> bool:
         """Whether there is room for what an input may take. See Note [Longer inputs]."""
@@ -189,7 +168,7 @@ class Replanner:
             return False
         first = rearranged(self._first, self._engine.parts.layout, self._how, placements)
         less = human(_owned(now) - _owned(first))
-        log.info("longer inputs, sums that were not planned, or too little left: %s leave the device", less)
+        log.info("longer inputs than any before, or sums that were not planned: %s leave the device", less)
         come_into_force(self._engine, first)
         self._held.plan = first
         return True
@@ -200,7 +179,7 @@ class Replanner:
         kept = Activations(seen.before + margin, seen.after + margin)
         found = improved(now, self._engine.parts.layout, self._how, (kept, roles))
         most = max(seen.before, seen.after)
-        if found is None or _owned(found) >= self._too_much:
+        if found is None:
             log.info("activations took %s; the plan stays as it is", human(most))
             return False
         come_into_force(self._engine, found)

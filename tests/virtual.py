@@ -172,10 +172,10 @@ class Gpu:
         for _ in range(count):
             self.begun.append(self.compute.free)
             for unit in range(last + 1):
-                yield from self._react(Need((unit,)))
+                yield from self._need(unit)
                 yield from self._launch(work.forward, work.host[0])
             for unit in range(last, -1, -1):
-                yield from self._react(Need((unit,)))
+                yield from self._need(unit)
                 yield from self._launch(work.backward, work.host[1])
                 if work.waits:
                     yield self.compute.free
@@ -185,6 +185,11 @@ class Gpu:
             # As models do that look at a mask.
             yield self.compute.free
             yield from self._react(Begin("train"))
+
+    def _need(self, unit: int) -> Iterator[float]:
+        """Weights live on the device: where no update is pending, nobody asks (runtime/residency.py)."""
+        if unit in self.executor.state.pending:
+            yield from self._react(Need((unit,)))
 
     def _launch(self, seconds: float, host: float) -> Iterator[float]:
         self.clock.now += host

@@ -40,12 +40,16 @@ def update(program: Program, state: State, unit: int, ops: list[Op]) -> State:
 
 def next_updates(program: Program, state: State) -> Iterator[int]:
     """Units in the order in which updates will begin next: as they are needed, if all are due with the step; else the
-    other way round, as gradients are complete, and those that have begun in this pass not before the next one."""
-    order = list(dict.fromkeys(state.expected.get("train", ())))
-    if program.eager:
-        order.reverse()
-        order.sort(key=lambda unit: unit in state.early)
-    return (u for u in order if program.passes(u) and (program.eager or u not in state.begun))
+    other way round, as gradients are complete, and those that have begun in this pass not before the next one. Who
+    lives on the device and has been updated since its last use is not asked for, so what was seen lacks it: it comes
+    where the model has it, behind what was."""
+    seen = state.expected.get("train", ())
+    if not program.eager:
+        return (unit for unit in dict.fromkeys(seen) if program.passes(unit) and unit not in state.begun)
+    order = [*dict.fromkeys((*seen, *range(len(program.model.units))))]
+    order.reverse()
+    order.sort(key=lambda unit: unit in state.early)
+    return (unit for unit in order if program.passes(unit))
 
 
 def deadline(state: State, unit: int) -> int:

@@ -31,7 +31,7 @@ class Measures:
         self._own = own_time.seconds
         self.steps = 0
         self._since = 0
-        self._searched = self._then_searched = self._searches()
+        self._searched = 0
         self._reserved = 0
         self._peaks: tuple[int, int] | None = None
         """Before and after the first gradient of a step, while that is watched."""
@@ -76,13 +76,13 @@ class Measures:
         return Activations(max(0, before + self._planned.grads), max(0, after))
 
     @property
-    def searches(self) -> float:
-        """How often in a step torch's allocator had to look for holes, since that is being watched."""
-        return (self._searches() - self._searched) / max(1, self.steps - self._since)
+    def pressed(self) -> bool:
+        """Whether torch's allocator had to look for holes since it is being watched."""
+        return self._searches() > self._searched
 
     def _searches(self) -> int:
         device = self._executor.lanes.device
-        stats = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else {}
+        stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
         return int(stats.get("num_alloc_retries", 0))
 
     def _peak(self) -> int:
@@ -109,9 +109,6 @@ class Measures:
             "moved": {str(lane): n for lane, n in (moved - self._then[0]).items()},
             "op_seconds": {str(k): s - self._then[1][k] for k, s in times.items() if s > self._then[1][k]},
         }
-        if self.sees_activations:
-            searches = self._searches()
-            self.last["searches"], self._then_searched = searches - self._then_searched, searches
         self._then, self._own = (moved, times, now), own_time.seconds
         if self._comm is not None:
             self.last["sent"] = dict(Counter(self._comm.sent) - self._sent)

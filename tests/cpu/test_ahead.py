@@ -250,43 +250,6 @@ def test_another_plan_changes_no_bit(
     check((found, weights(overspill.close(model))), expected)
 
 
-@pytest.mark.parametrize("calm", [0.0, 0.5])
-@pytest.mark.parametrize("most", [0.0, 0.5, 1.0])
-def test_what_leaves_too_little_room_moves_out_again(
-    most: float, calm: float, paged: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Where the allocator searches as soon as more than this share of what could move in has done so; before, it does
-    so every other step, or never."""
-    lengths = functools.partial(of_lengths, steps=[[5]] * 24)
-    model = small.build(blocks=BLOCKS)
-    model, optimizer = overspill.prepare(model, adamw(model), place=HOMES["device"])
-    expected = lengths(model, optimizer, []), weights(overspill.close(model))
-    bounds: list[int] = []
-    owned: list[int] = []
-
-    def searches(measures: Measures) -> float:
-        first, all = bounds
-        owned.append(measures._planned.owned)
-        return 9.0 if owned[-1] > first + most * (all - first) else calm
-
-    monkeypatch.setattr(replanning, "MARGIN_SHARE", 0.1)
-    for watched in (False, True):
-        model, optimizer = crowded(20, monkeypatch, precision="bf16")
-        engine = overspill.api._engine(model)
-        monkeypatch.setattr(Measures, "searches", property(searches) if watched else calm)
-        bounds += [] if watched else [engine.parts.planned.owned]
-        check((lengths(model, optimizer, []), weights(overspill.close(model))), expected)
-        bounds += [] if watched else [engine.parts.planned.owned]
-    plans = [size for size, _ in itertools.groupby(owned)]
-    first, full = bounds
-    tops = [b for a, b, c in zip(plans, plans[1:], [*plans[2:], 0], strict=False) if b > max(a, c)]
-    assert tops == sorted(tops, reverse=True) and len(set(tops)) == len(tops), "every return ends with less"
-    if most == 1:
-        assert max(plans) == plans[-1] == full > first
-    else:
-        assert first <= plans[-1] < max(plans) <= full
-
-
 @pytest.mark.parametrize("room", [8, 46])
 def test_sums_that_were_not_planned_are_exact_or_refused(
     room: int, paged: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
