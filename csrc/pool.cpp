@@ -9,12 +9,19 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 namespace overspill {
 namespace {
 
 // Elements: long enough to make up for taking it, short enough that the last ones end together.
 constexpr std::int64_t PIECE = 1 << 16;
+
+// What is left of one thread's part, alone in its line of the caches.
+struct alignas(64) Part {
+    std::atomic<std::int64_t> next;
+    std::int64_t end;
+};
 
 class Pool {
 public:
@@ -25,14 +32,13 @@ public:
             follow();
             threads = 1 + start(threads - 1);
             work_ = &work;
-            count_ = count;
-            next_.store(0);
+            divide(count, threads);
             wanted_ = threads - 1;
             busy_ = threads - 1;
             ++turn_;
         }
         begin_.notify_all();
-        take();
+        take(threads - 1);
         std::unique_lock<std::mutex> lock(mutex_);
         end_.wait(lock, [this] { return busy_ == 0; });
         work_ = nullptr;
@@ -61,11 +67,27 @@ private:
         return wanted;
     }
 
-    void take() {
-        for (;;) {
-            const std::int64_t at = next_.fetch_add(PIECE);
-            if (at >= count_) return;
-            (*work_)(at, at + PIECE < count_ ? at + PIECE : count_);
+    // Each thread has a part of its own, so that all of memory is worked on at once, wherever its pages are.
+    void divide(std::int64_t count, int threads) {
+        if (static_cast<int>(parts_.size()) < threads) parts_ = std::vector<Part>(threads);
+        const std::int64_t pieces = (count + PIECE - 1) / PIECE;
+        for (int i = 0; i < threads; ++i) {
+            const std::int64_t end = pieces * (i + 1) / threads * PIECE;
+            parts_[i].next.store(pieces * i / threads * PIECE);
+            parts_[i].end = end < count ? end : count;
+        }
+        shared_ = threads;
+    }
+
+    // A thread's own part first, then what others have left of theirs.
+    void take(int own) {
+        for (int i = 0; i < shared_; ++i) {
+            Part& part = parts_[(own + i) % shared_];
+            for (;;) {
+                const std::int64_t at = part.next.fetch_add(PIECE);
+                if (at >= part.end) break;
+                (*work_)(at, at + PIECE < part.end ? at + PIECE : part.end);
+            }
         }
     }
 
@@ -85,7 +107,7 @@ private:
                 where = where_;
             }
             if (moved) sched_setaffinity(0, sizeof where, &where);
-            take();
+            take(index);
             std::lock_guard<std::mutex> lock(mutex_);
             if (--busy_ == 0) end_.notify_one();
         }
@@ -94,8 +116,8 @@ private:
     std::mutex calls_, mutex_;
     std::condition_variable begin_, end_;
     const std::function<void(std::int64_t, std::int64_t)>* work_ = nullptr;
-    std::int64_t count_ = 0;
-    std::atomic<std::int64_t> next_{0};
+    std::vector<Part> parts_;
+    int shared_ = 0;
     std::uint64_t turn_ = 0, moves_ = 0;
     cpu_set_t where_{};
     int wanted_ = 0, busy_ = 0, count_of_threads_ = 0;
