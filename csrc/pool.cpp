@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -124,16 +123,18 @@ private:
 };
 
 // Never destroyed, because its threads outlive everything; a forked process has none of them, so it gets another one.
+// Nothing here is locked: what another thread has locked while this one forks stays locked in the new process.
+std::atomic<Pool*> found{nullptr};
+const int at_fork = pthread_atfork(nullptr, nullptr, [] { found.store(nullptr); });
+
 Pool& pool() {
-    static std::mutex mutex;
-    static Pool* found = nullptr;
-    static pid_t owner = 0;
-    std::lock_guard<std::mutex> lock(mutex);
-    if (found == nullptr || owner != getpid()) {
-        found = new Pool;
-        owner = getpid();
+    Pool* there = found.load();
+    if (there == nullptr) {
+        Pool* fresh = new Pool;
+        if (found.compare_exchange_strong(there, fresh)) return *fresh;
+        delete fresh;
     }
-    return *found;
+    return *there;
 }
 
 }  // namespace
