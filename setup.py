@@ -3,6 +3,7 @@
 They are one shared library with a plain C interface, so one wheel serves every version of Python and of torch.
 """
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -20,6 +21,10 @@ class BuildByCMake(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         out, build = Path(self.get_ext_fullpath(ext.name)).resolve().parent, Path(self.build_temp, "native").resolve()
+        # What an earlier build left, perhaps in another folder or of other sources, is not to be taken for this one.
+        shutil.rmtree(build, ignore_errors=True)
+        for folder in (out.parents[1], HERE) if self.editable_mode else (out.parents[1],):
+            (folder / self.get_ext_filename(ext.name)).unlink(missing_ok=True)
         try:
             subprocess.run(["cmake", "-S", HERE / "csrc", "-B", build, f"-DOVERSPILL_OUT={out}"], check=True)
             subprocess.run(["cmake", "--build", build, "--parallel"], check=True)

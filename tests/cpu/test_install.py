@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from overspill.kernels import cpu
+from overspill.native import VERSION
 
 pytestmark = pytest.mark.full
 
@@ -17,6 +18,7 @@ TREE = ("overspill", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE
 TRAIN = """
 import hashlib, torch, overspill
 from overspill.kernels import cpu
+from overspill.native import VERSION
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.GELU(), torch.nn.Linear(200, 300))
@@ -55,24 +57,30 @@ def without(what: str, folder: Path) -> dict[str, str]:
     return {"CXX": str(folder / "none")}
 
 
-@pytest.mark.parametrize("what", ["cmake", "compiler"])
-def test_install_where_nothing_compiles(what: str, tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
+def source(folder: Path) -> Path:
+    """All that is needed to install from."""
+    folder.mkdir()
     for name in TREE:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         else:
-            shutil.copy(ROOT / name, source / name)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def installed(source: Path, target: Path, **variables: str) -> str:
+    """What pip said of it."""
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-v", "--no-index", "--no-deps")
+    here = ("--no-build-isolation", "--target", str(target), str(source))
+    return "".join(run(*pip, *here, cwd=source.parent, **variables))
+
+
+@pytest.mark.parametrize("what", ["cmake", "compiler"])
+def test_install_where_nothing_compiles(what: str, tmp_path: Path) -> None:
+    target = tmp_path / "target"
     if what == "compiler" and shutil.which("cmake") is None:
         pytest.skip("no cmake")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-v", "--no-index", "--no-deps")
-    told = "".join(
-        run(
-            *pip, "--no-build-isolation", "--target", str(target), str(source),
-            cwd=tmp_path, **without(what, tmp_path / "empty"),
-        )
-    )  # fmt: skip
+    told = installed(source(tmp_path / "source"), target, **without(what, tmp_path / "empty"))
     said = [line for line in told.splitlines() if "native kernels" in line]
     assert len(said) == 1 and "plain torch, which is slower" in said[0], told
     assert ("'cmake'" in said[0]) == (what == "cmake")
@@ -85,3 +93,24 @@ def test_install_where_nothing_compiles(what: str, tmp_path: Path) -> None:
     native, expected, said_here = trained(ROOT, tmp_path)
     assert native == (cpu.library() is not None) and bits == expected
     assert not native or "native library" not in said_here
+
+
+def version(target: Path) -> list[int]:
+    """Of the library, if there is one. Asked in a process of its own, which has no other one loaded."""
+    ask = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).overspill_version())"
+    return [int(run(sys.executable, "-c", ask, str(found), cwd=target)[0]) for found in target.rglob("*.so")]
+
+
+@pytest.mark.skipif(cpu.library() is None or shutil.which("cmake") is None, reason="nothing compiles here")
+def test_nothing_is_taken_from_an_earlier_build(tmp_path: Path) -> None:
+    """Of other sources, in a folder that was copied with what was built in it, or that cannot be repeated."""
+    one, two = source(tmp_path / "one"), tmp_path / "two"
+    installed(one, tmp_path / "first")
+    assert version(tmp_path / "first") == [VERSION] and list((one / "build").rglob("*.so"))
+    shutil.copytree(one, two)
+    native = two / "csrc/native.cpp"
+    native.write_text(native.read_text().replace(f"return {VERSION};", "return 1000;"))
+    installed(two, tmp_path / "second")
+    assert version(tmp_path / "second") == [1000]
+    told = installed(two, tmp_path / "third", **without("compiler", tmp_path / "empty"))
+    assert version(tmp_path / "third") == [] and "plain torch, which is slower" in told
