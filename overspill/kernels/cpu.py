@@ -70,7 +70,7 @@ def sets() -> tuple[str, ...]:
 def chosen_set() -> str | None:
     """The widest one, or the one that is forced; None: there is no library."""
     there, forced = sets(), os.environ.get(FORCE)
-    if not there or forced is None:
+    if not there or not forced:
         return there[-1] if there else None
     if forced not in there:
         log.warning("expected %s as one of %s, found %r: %s is used", FORCE, ", ".join(there), forced, there[-1])

@@ -288,8 +288,10 @@ def test_an_instruction_set_can_be_forced(monkeypatch: pytest.MonkeyPatch, caplo
     assert cpu.chosen_set() == cpu.sets()[-1]
     monkeypatch.setenv(cpu.FORCE, "portable")
     assert cpu.chosen_set() == "portable"
-    monkeypatch.setenv(cpu.FORCE, "sse9")
     with caplog.at_level(logging.WARNING, "overspill"):
+        monkeypatch.setenv(cpu.FORCE, "")
+        assert cpu.chosen_set() == cpu.sets()[-1] and caplog.text == "", "nothing is not a name"
+        monkeypatch.setenv(cpu.FORCE, "sse9")
         assert cpu.chosen_set() == cpu.sets()[-1]
     assert "expected OVERSPILL_CPU as one of portable" in caplog.text
 
@@ -308,5 +310,25 @@ def test_without_the_library_one_line_says_so(
         with caplog.at_level(logging.WARNING, "overspill"):
             assert cpu.library() is None
         assert caplog.text.count("no native library") == 1, "the first rank of a machine has said it"
+    finally:
+        cpu.library.cache_clear()
+
+
+@pytest.mark.parametrize("what", ["another version", "another library", "no library at all"])
+def test_a_file_that_is_not_this_library_is_not_used(
+    what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    if what == "another version":
+        monkeypatch.setattr(overspill.native, "VERSION", 1000)
+    else:
+        (tmp_path / "text.so").write_text("this is no library")
+        found = torch._C.__file__ if what == "another library" else tmp_path / "text.so"
+        monkeypatch.setattr(overspill.native, "LIBRARY", Path(str(found)))
+    cpu.library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "overspill"):
+            assert cpu.library() is None and How.best() is None and cpu.sets() == ()
+        (said,) = caplog.messages
+        assert "anew" in said and ("expected version 1000" in said) == (what == "another version")
     finally:
         cpu.library.cache_clear()
