@@ -5,8 +5,11 @@
 and the training loop stays as it is. See README.md. Importing this package touches no device.
 """
 
-from overspill import errors
-from overspill.api import Plan, building, close, export, full, grad, load, plan, prepare, save, settle, state, trace
+from overspill.interrupts import ending_at_once
+
+with ending_at_once():
+    from overspill import errors
+    from overspill.api import Plan, building, close, export, full, grad, load, plan, prepare, save, settle, state, trace
 
 __all__ = [
     "Plan",

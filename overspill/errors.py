@@ -9,7 +9,12 @@ class OverspillError(ValueError):
 
 
 class BudgetError(OverspillError):
-    """Something does not fit into the memory or the budget that is there."""
+    """Something does not fit into the memory or the budget that is there. `least`: bytes that the refused tier must
+    have, where they are known."""
+
+    def __init__(self, message: str, least: int = 0) -> None:
+        super().__init__(message)
+        self.least = least
 
 
 class TierError(OverspillError):

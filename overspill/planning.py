@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,12 +38,7 @@ from overspill.specs import (
     cores_used,
     human,
 )
-from overspill.tiers import (
-    check_folder,
-    device_available,
-    disk_free,
-    host_available,
-)
+from overspill.tiers import check_folder, device_available, disk_free, host_available
 from overspill.units.layout import Forms, Layout, lay_out
 from overspill.units.states import StateProbe
 
@@ -83,6 +78,8 @@ class Ground:
     comm: Comm | None = None
     world: int = 1
     """How many ranks there would be, where there are none to ask."""
+    rank: int = 0
+    """Which of them."""
 
     def sharding(self, zero: int, optimizer: torch.optim.Optimizer) -> Sharding:
         whole = type(optimizer) not in ELEMENTWISE
@@ -90,7 +87,7 @@ class Ground:
             # One process without a process group has nobody to divide anything with.
             return Sharding(whole=whole)
         if self.comm is None:
-            return Sharding(zero, 0, self.world, True, whole)
+            return Sharding(zero, self.rank, self.world, True, whole)
         return Sharding(zero, self.comm.rank, self.comm.size, True, whole)
 
     @property
@@ -165,7 +162,19 @@ def make_plan(
         if found is not None and (zero == stages[-1] or _enough(found[1])):
             break
         found = found if zero == stages[-1] else None
+    if found is None and isinstance(refused, BudgetError):
+        refused = _hardest(refused, lambda on: _plan_at(model, optimizer, chosen, (on, budget, stages[-1])), ground)
     return _agreed(found, refused, model, (optimizer, chosen, ground, budget))
+
+
+def _hardest(refused: BudgetError, plan_by: Callable[[Ground], object], ground: Ground) -> BudgetError:
+    """Of the refusals of ranks that are not there to be asked, that of the one that needs most."""
+    for rank in range(1, ground.world if ground.comm is None else 0):
+        try:
+            plan_by(dataclasses.replace(ground, rank=rank))
+        except BudgetError as error:
+            refused = max(refused, error, key=lambda each: each.least)
+    return refused
 
 
 def _stages(chosen: Options, ground: Ground) -> tuple[int, ...]:
@@ -290,7 +299,9 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
     dtypes, place = _dtypes(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
     cpu, paged = ground.device.type == "cpu", ground.device.type in parts.PAGED
     request = Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, place)
-    return dataclasses.replace(request, copied_norms=cpu, paged=paged, chosen=_hands(laid_out.spec, ground))
+    return dataclasses.replace(
+        request, copied_norms=cpu, paged=paged, chosen=_hands(laid_out.spec, ground), locals=ground.locals
+    )
 
 
 def _hands(model: ModelSpec, ground: Ground) -> Chosen:

@@ -21,6 +21,8 @@ from overspill.checkpoint.writer import Stored, stored, write_tensors
 from overspill.errors import ModelError, OverspillError, StateError
 from overspill.runtime.adopt import PIECE
 from overspill.runtime.engine import Engine
+from overspill.runtime.executor import LOADED
+from overspill.runtime.loads import loading
 from overspill.runtime.optimizer import SpilledOptimizer
 from overspill.runtime.ranks import Meeting
 from overspill.specs import ParamSpec, dense_stride
@@ -101,24 +103,19 @@ def load(path: str | PathLike[str], engine: Engine, optimizer: SpilledOptimizer)
     then leaves a mixture, with which nobody may go on; another load makes it whole again.
     """
     _refuse_parts(engine.model, "load a checkpoint")
-    executor = engine.executor
-    mixed, executor.mixed = executor.mixed, None
-    try:
+    with loading(engine.executor, *LOADED) as begun:
         engine.settle()
         if engine.parts.made.ranks is not None:
             engine.parts.made.ranks.meet(Meeting.LOAD)
         with open_folder(path) as saved:
             body = saved.body()
             _check(saved, body, engine, optimizer)
-            mixed = (
+            begun(
                 f"that a load of {str(path)!r} failed before its end: what the model and its optimizer have is part of "
                 "what they had before, and part of that"
             )
             _replace(saved, body, engine, optimizer)
         engine.settle()
-        mixed = None
-    finally:
-        executor.mixed = mixed
     return body["extra"]
 
 

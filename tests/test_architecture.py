@@ -25,7 +25,7 @@ PUBLIC = frozenset(_PUBLIC.split())
 # Top-level module -> (layer, the other top-level modules it may import). Inside its own folder a module is free.
 # ROOT_MODULE is the package itself, as its users import it.
 ROOT_MODULE = "overspill/__init__.py"
-ZERO = frozenset({"errors", "specs", "config", "trace", "native", "cgroups"})
+ZERO = frozenset({"errors", "specs", "config", "trace", "native", "cgroups", "interrupts"})
 BELOW_API = ZERO | {"program", "tiers", "comm", "kernels", "units", "plan", "runtime", "modules", "checkpoint"}
 DOORS = frozenset({"cli", "report", "integrations", "bench"})
 LAYERS: dict[str, tuple[int, frozenset[str]]] = {
@@ -42,7 +42,7 @@ LAYERS: dict[str, tuple[int, frozenset[str]]] = {
     **dict.fromkeys(DOORS, (6, ZERO | DOORS | {"api", ROOT_MODULE})),
     # What a machine can do is measured on its tiers, and by the kernels themselves.
     "bench": (6, ZERO | DOORS | {"api", "tiers", "kernels", ROOT_MODULE}),
-    ROOT_MODULE: (7, frozenset({"api", "errors", "specs"})),
+    ROOT_MODULE: (7, frozenset({"api", "errors", "specs", "interrupts"})),
     "__main__": (8, frozenset({"cli"})),
 }
 

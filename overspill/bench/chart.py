@@ -55,18 +55,19 @@ def _curves(body: Mapping[str, Any]) -> Any:
     for axes, case in zip(panels, cases, strict=False):
         rows = [row for row in body["curves"] if row["case"] == case and row["ok"]]
         seen = [loss for row in rows for _, loss in row["validation"]]
-        lowest = min([*seen, *(loss for row in rows for loss in _smooth(row["losses"])[1])], default=0.0)
+        lowest = min([*seen, *(loss for row in rows for _, loss in _training(row))], default=0.0)
         first = max(seen, default=1.0)
         for number, row in enumerate(rows):
             color, style = WAY_COLORS[number % len(WAY_COLORS)], ("-", "--", "-.", ":")[number % 4]
-            axes.plot(*_smooth(row["losses"]), color=color, linewidth=0.8, alpha=0.35)
+            axes.plot(*zip(*_training(row), strict=True), color=color, linewidth=0.8, alpha=0.35)
             name = f"{row['way']}: {row['final']:.4f}"
             axes.plot(*zip(*row["validation"], strict=True), color=color, linewidth=1.6, linestyle=style, label=name)
         # The beginning is high, and the same for all.
         axes.set(xlabel="step", ylabel="loss (validation: thick)")
         axes.set_title(textwrap.fill(f"{case}: {body['cases'][case]}", TITLE), fontsize=9)
         axes.set_ylim(lowest - 0.03, min(lowest + 1.2, first + 0.1))
-        axes.legend(loc="upper right", title="states, and last validation loss")
+        if rows:
+            axes.legend(loc="upper right", title="states, and last validation loss")
     for axes in panels[len(cases) :]:
         axes.set_axis_off()
     size = f"{lesson['layers']} layers of {lesson['hidden']}, {lesson['steps']:,} steps"
@@ -74,11 +75,15 @@ def _curves(body: Mapping[str, Any]) -> Any:
     return figure
 
 
-def _smooth(losses: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Steps, and averages of the losses up to them."""
+def _training(row: Mapping[str, Any]) -> Sequence[tuple[int, float]]:
+    """Early files have the losses of all steps."""
+    return row["training"] if "training" in row else smooth(row["losses"])
+
+
+def smooth(losses: Sequence[float]) -> list[tuple[int, float]]:
+    """Steps, and averages of the losses up to them: as many as a line needs."""
     width = max(1, len(losses) // 60)
-    ends = range(width, len(losses) + 1, width)
-    return list(ends), [sum(losses[end - width : end]) / width for end in ends]
+    return [(end, sum(losses[end - width : end]) / width) for end in range(width, len(losses) + 1, width)]
 
 
 def title(body: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from overspill.bench import process, screen
+from overspill.bench import chart, process, screen
 from overspill.bench.jobs import Job
 from overspill.bench.learning import CASES, PLAIN, Lesson
 from overspill.bench.results import Files
@@ -67,7 +67,10 @@ def run(asked: Run, files: Files) -> list[dict[str, Any]]:
         job = Job(kind="learn", label=f"{case}, {way}", engine=way, keywords=keywords or {}, settings=lesson)
         with screen.working(job.label, f"{number}/{len(jobs)}") as told:
             outcome = process.run(job, asked.limit, told, stop)
-        found = outcome.result or {}
+        # Of all steps they would make most of the file.
+        found = {k: v for k, v in (outcome.result or {}).items() if k != "losses"}
+        if outcome.result is not None:
+            found["training"] = chart.smooth(outcome.result["losses"])
         row = {"case": case, "way": way, "ok": outcome.result is not None, "reason": outcome.reason, **found}
         with one_at_a_time:
             known.append(row | {"seconds": outcome.seconds})

@@ -24,7 +24,9 @@ from overspill.bench.models import Batches
 from overspill.bench.peers import ENGINES
 from overspill.cli import text_model
 from overspill.cli.loop import compute_device
+from overspill.cli.meters import DTYPES
 from overspill.cli.sizes import Sizes
+from overspill.config import options
 from overspill.errors import BudgetError, OptionError
 from overspill.specs import human
 
@@ -90,13 +92,14 @@ def largest_planned(job: Job, told: Told) -> dict[str, Any]:
     """By the planner, within the budgets of the first plan, so that "auto" means the same for every size."""
     keywords: dict[str, Any] = {"micro_batches": job.training.micro_batches, **job.keywords}
     keywords |= fixed_budgets(plan(job.training, grid(job.search, 0), keywords))
+    dtype = DTYPES[options(keywords).precision]
 
     def attempt(sizes: Sizes) -> str | None:
         try:
             made = plan(job.training, sizes, keywords)
         except BudgetError as error:
             return str(error)
-        room, needed = made.bytes_of("device", "activations"), round(HOLES * activations(job.training, sizes))
+        room, needed = made.bytes_of("device", "activations"), round(HOLES * activations(job.training, sizes, dtype))
         if needed > room:
             return f"expected room for {human(needed)} of activations beside what is planned, found {human(room)}"
         return None
@@ -111,17 +114,17 @@ def plan(training: Training, sizes: Sizes, keywords: Mapping[str, Any]) -> overs
     return overspill.plan(model, torch.optim.AdamW(model.parameters(), lr=LR), **keywords)
 
 
-def activations(training: Training, sizes: Sizes) -> int:
-    """Bytes that a batch takes on the GPU beside weights. See Note [Activations of a size]."""
+def activations(training: Training, sizes: Sizes, dtype: torch.dtype) -> int:
+    """Bytes that a batch takes on the GPU beside weights of this dtype. See Note [Activations of a size]."""
     device = compute_device()
     if device.type != "cuda":
         return 0
-    one, two = (_beside_weights(replace(training, sizes=replace(sizes, layers=n)), device) for n in (1, 2))
+    one, two = (_beside_weights(replace(training, sizes=replace(sizes, layers=n)), dtype, device) for n in (1, 2))
     return one + (sizes.layers - 1) * (two - one)
 
 
-def _beside_weights(training: Training, device: torch.device) -> int:
-    model: Any = models.build(training, torch.bfloat16, device)
+def _beside_weights(training: Training, dtype: torch.dtype, device: torch.device) -> int:
+    model: Any = models.build(training, dtype, device)
     tokens = next(Batches(training, text_model.vocabulary(model), device))
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_let_go)

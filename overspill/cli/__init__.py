@@ -8,10 +8,13 @@ A run without --model: `built_in`, `workload`, `verify`. With --model: `document
 May import: api (through the package), report, bench, and layer 0.
 """
 
+from overspill.interrupts import ending_at_once
+
 
 def main() -> None:
     """Entry point of the `overspill` command."""
-    # Here, because they import typer and rich: `import overspill.cli` itself stays light.
-    from overspill.cli import app, bench, plan, probe, train  # noqa: F401 - a command registers itself when it is imported
+    with ending_at_once():
+        # Here, because they import typer and rich: `import overspill.cli` itself stays light.
+        from overspill.cli import app, bench, plan, probe, train  # noqa: F401 - importing a command registers it
 
     raise SystemExit(app.run())

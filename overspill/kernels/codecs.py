@@ -205,9 +205,10 @@ def load(name: str, fields: Sequence[str], arrays: Sequence[Tensor]) -> list[Ten
 def keep(
     name: str, fields: Sequence[str], arrays: Sequence[Tensor], noise: Noise | None, values: Sequence[Tensor]
 ) -> None:
-    """Put fields back, fp32 [n]: by chance where less is kept, with random bits as `chance` gives them."""
+    """Put fields back, fp32 [n], the first ones of all: by chance where less is kept, with random bits as `chance`
+    gives them."""
     if name == "exact":
-        for array, value in zip(arrays, values, strict=True):
+        for array, value in zip(arrays, values, strict=False):
             if array is not value:
                 array.copy_(value)
         return

@@ -50,8 +50,8 @@ def in_torch(rule: Rule, root: Root, on: Elements, hypers: Hypers, step: int) ->
         noise = codecs.chance(on.first, on.weight.numel(), on.key, on.weight.device)
     fields = codecs.load(on.format, rule.fields, on.arrays)
     master = on.weight if on.kept is None else join(on.weight, on.kept)
-    rule.apply(master, on.gradient, fields, hypers, step, root)
-    codecs.keep(on.format, rule.fields, on.arrays, noise, fields)
+    changed = rule.apply(master, on.gradient, fields, hypers, step, root)
+    codecs.keep(on.format, rule.fields[:changed], on.arrays, noise, fields[:changed])
     if on.kept is not None:
         split(master, on.weight, on.kept, None if noise is None else noise[1] >> 24)
 

@@ -18,7 +18,7 @@ from overspill.errors import ModelError
 
 Hypers = Mapping[str, Any]
 Root = Callable[[Tensor], Tensor]
-Apply = Callable[..., None]
+Apply = Callable[..., int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class Rule:
     """Whether torch keeps a step count in its state."""
     apply: Apply
     """(masters, gradients, fields, hyperparameters, step[, root]): all fp32 [n] and changed in place; steps count from
-    1. The root is torch's own, or another one."""
+    1. The root is torch's own, or another one. Returns how many of the fields, from the first on, it changed: what
+    hyperparameters do not ask for any more stays as it is, to the bit."""
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
@@ -124,7 +125,7 @@ def need_field(field: str, fields: Sequence[Tensor], count: int) -> None:
         )
 
 
-def _adam(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int, root_of: Root = torch_root) -> None:
+def _adam(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int, root_of: Root = torch_root) -> int:
     lr, (beta1, beta2), decay = float(h["lr"]), map(float, h["betas"]), float(h["weight_decay"])
     if h["maximize"]:
         g.neg_()
@@ -140,9 +141,10 @@ def _adam(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int, 
         v = torch.maximum(fields[2], v, out=fields[2])
     size, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
     p.add_(m.mul(-size).div_(_divide_(root_of(v), root).add_(float(h["eps"]))))
+    return 3 if h["amsgrad"] else 2
 
 
-def _sgd(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int, root_of: Root = torch_root) -> None:
+def _sgd(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int, root_of: Root = torch_root) -> int:
     lr, momentum, decay = float(h["lr"]), float(h["momentum"]), float(h["weight_decay"])
     if h["maximize"]:
         g.neg_()
@@ -157,9 +159,10 @@ def _sgd(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int, r
             _fused_(buffer.mul_(momentum), g, 1 - float(h["dampening"]))
         g = _fused_(g, buffer, momentum) if h["nesterov"] else buffer
     _fused_(p, g, -lr)
+    return 1 if momentum else 0
 
 
-def _adagrad(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int, root_of: Root = torch_root) -> None:
+def _adagrad(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int, root_of: Root = torch_root) -> int:
     decay, total = float(h["weight_decay"]), fields[0]
     lr = float(h["lr"]) / (1 + (step - 1) * float(h["lr_decay"]))
     if h["maximize"]:
@@ -168,3 +171,4 @@ def _adagrad(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: in
         _fused_(g, p, decay)
     _fused_(total, g, g)
     p.add_(g.mul(-lr).div_(root_of(total).add_(float(h["eps"]))))
+    return 1

@@ -56,6 +56,8 @@ class Request:
     """Who is to update states in host memory, as far as homes allow it."""
     activations: Activations | None = None
     """What they were seen to take, with a margin; None: not known yet."""
+    locals: int = 1
+    """Ranks that share the machine's host memory and disks; the budget has one's share."""
 
 
 def taken_bytes(unit: UnitSpec, role: Role, tier: TierName) -> int:

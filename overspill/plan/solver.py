@@ -71,13 +71,13 @@ def solve(request: Request) -> Plan:
         return _finish(request, tuple(Placement(**request.place) for _ in request.model.units))
     needed = _needed(request, _lean(request.model), _least)
     if needed + _largest(request.model) > request.budget.device:
-        raise BudgetError(_too_small(request, needed + _largest(request.model)))
+        raise _too_small(request, needed + _largest(request.model))
     for kept in _kept(request, needed):
         room = request.budget.device - needed - kept
         placements = _fill(request, room, request.budget.host)
         if placements is not None:
             return _finish(request, placements)
-    raise BudgetError(_too_little_elsewhere(request, room))
+    raise _too_little_elsewhere(request, room)
 
 
 def _kept(request: Request, needed: int) -> Iterator[int]:
@@ -215,7 +215,7 @@ def _finish(request: Request, placements: tuple[Placement, ...]) -> Plan:
     model, budget = request.model, request.budget
     least = _needed(request, placements, _least)
     if least + _largest(model) > budget.device:
-        raise BudgetError(_too_small(request, least + _largest(model), placements))
+        raise _too_small(request, least + _largest(model), placements)
     ahead = _needed(request, placements, _ahead)
     if ahead + _largest(model) > budget.device:
         return finish(request, placements, _least(request, placements))
@@ -260,7 +260,7 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
     lines.append(Line("host", "updates on cores", cores))
     lines.append(Line("nvme", "file system", _file_system(lines)))
     if owned + _largest(model) > budget.device:
-        raise BudgetError(_too_small(request, owned + _largest(model), placements))
+        raise _too_small(request, owned + _largest(model), placements)
     moved = _moved(request, placements, limits)
     plan = Plan(
         model=model,
@@ -277,7 +277,7 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
     limits_of: dict[TierName, int] = {"host": budget.host, "nvme": budget.nvme}
     for tier, limit in limits_of.items():
         if plan.peak(tier) > limit:
-            raise BudgetError(_tier_too_small(plan, tier, limit))
+            raise _tier_too_small(plan, tier, limit, request.locals)
     return plan
 
 
@@ -316,28 +316,38 @@ def _file_system(lines: list[Line]) -> int:
 # --- refusals
 
 
-def _tier_too_small(plan: Plan, tier: TierName, limit: int) -> str:
+def _tier_too_small(plan: Plan, tier: TierName, limit: int, ranks: int) -> BudgetError:
     peak = plan.peak(tier)
-    cure = f"set host= to at least {peak} bytes" if tier == "host" else "give nvme= a path with that much room"
-    return f"expected at least {human(peak)} ({peak} bytes) of {tier} memory, found a budget of {human(limit)}; {cure}"
+    cure = f"set {_host(peak, ranks)}" if tier == "host" else "give nvme= a path with that much room"
+    return BudgetError(
+        f"expected at least {human(peak)} ({peak} bytes) of {tier} memory, found a budget of {human(limit)}; {cure}",
+        peak,
+    )
 
 
-def _too_small(request: Request, smallest: int, placements: tuple[Placement, ...] = ()) -> str:
+def _host(each: int, ranks: int) -> str:
+    """What host= must be for every rank of a machine to have so much."""
+    found = f"host= to at least {human(each * ranks)} ({each * ranks} bytes)"
+    return found if ranks == 1 else f"{found}, of which {ranks} ranks have {human(each)} each"
+
+
+def _too_small(request: Request, smallest: int, placements: tuple[Placement, ...] = ()) -> BudgetError:
     model = request.model
     homes = placements or _lean(model)
     lines = device_lines(request, homes, _least(request, homes))
     parts = ", ".join(f"{line.what} {human(line.nbytes)}" for line in lines if line.nbytes)
     largest = max(model.units, key=lambda u: u.weight_bytes)
     about = f"{-(-smallest // MiB)}MiB" if smallest > 16 * MiB else f"{-(-smallest // KiB)}KiB"
-    return (
+    return BudgetError(
         f"expected a device budget of at least {human(smallest)} ({smallest} bytes), found "
         f"{human(request.budget.device)}; {'as placed' if placements else 'with all else spilled'} the device holds: "
         f"{parts}, activations (at least {human(_largest(model))}); the largest unit is {largest.name} with "
-        f'{human(largest.weight_bytes)}; set gpu={smallest} or more, which is about "{about}"'
+        f'{human(largest.weight_bytes)}; set gpu={smallest} or more, which is about "{about}"',
+        smallest,
     )
 
 
-def _too_little_elsewhere(request: Request, room: int) -> str:
+def _too_little_elsewhere(request: Request, room: int) -> BudgetError:
     model, budget = request.model, request.budget
     total = sum(model.role_bytes(role) for role in ROLES)
     low, high = budget.host, budget.host + total + 2 * STAGING[1]
@@ -345,8 +355,9 @@ def _too_little_elsewhere(request: Request, room: int) -> str:
         middle = (low + high) // 2
         low, high = (low, middle) if _fill(request, room, middle) else (middle, high)
     where = "or give nvme= a path on a fast disk" if not budget.nvme else "or give nvme= more room"
-    return (
+    return BudgetError(
         f"expected room for {human(total)} of weights, gradients and states, found {human(max(room, 0))} on the "
-        f"device, {human(budget.host)} of host memory and {human(budget.nvme)} on nvme; set host= to at least "
-        f"{human(high)} ({high} bytes), {where}"
+        f"device, {human(budget.host)} of host memory and {human(budget.nvme)} on nvme; set "
+        f"{_host(high, request.locals)}, {where}",
+        high,
     )

@@ -63,7 +63,7 @@ class Engine:
         """Whether a gradient that autograd made counts as it is."""
         self._buffers = SharedBuffers(model, ranks, parts.executor) if ranks is not None else None
         # Weakly, because a parameter's hooks lie where Python's garbage collector does not look for cycles.
-        listeners = hooks.Listeners(weakref.proxy(self), self.residency, self.residency.copies)
+        listeners = hooks.Listeners(weakref.proxy(self), self.residency, self.residency.copies, self.residency.loads)
         self._hooks = hooks.install(model, parts.layout, listeners)
         if parts.scale is not None:
             # What is in `p.grad` from before is not scaled, so autograd may not add to it.

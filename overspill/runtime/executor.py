@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -33,6 +34,19 @@ Handler = Callable[[Op], Work]
 """Called on the caller's thread when the op is handed out (allocations happen here); what it returns runs on the
 lane. For ops of the compute lane both happen at once, behind the op's waits."""
 
+LOADED = WEIGHTS, STATES = "weights", "states"
+"""What a load may leave mixed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """What a load left that ended in the middle."""
+
+    found: str
+    part: object = None
+    """The module that was to be loaded; None: the whole model, or its optimizer."""
+
+
 ANEW = (
     "prepare anew: build the model and its optimizer again, and load a checkpoint; this model can neither go on nor be "
     "closed, and gives its memory back when it is deleted"
@@ -54,8 +68,10 @@ class Executor:
         self._together: Ticket | None = None
         """Of the last collective."""
         self._failed: BaseException | None = None
-        self.mixed: str | None = None
-        """What a load that failed in the middle left. Until all values are loaded, nobody may go on with it."""
+        self.mixed: dict[str, Mixed] = {}
+        """What loads that failed in the middle left. Until all values are loaded, nobody may go on with it."""
+        self.reloads: Callable[[], bool] = lambda: False
+        """Whether the caller is a load by torch, which may make it whole again."""
         self._pid = os.getpid()
         self.lock = threading.RLock()
         """Autograd may run the nodes of one backward pass in two threads."""
@@ -101,8 +117,9 @@ class Executor:
                 f"expected an engine that runs, found that it stopped at an earlier error ({self._failed!r}), perhaps "
                 f"with some of its weights updated and some not; {ANEW}"
             )
-        if self.mixed is not None:
-            raise StateError(f"expected a whole model, found {self.mixed}; load a whole checkpoint, or {ANEW}")
+        if self.mixed and not self.reloads():
+            found = next(iter(self.mixed.values())).found
+            raise StateError(f"expected a whole model, found {found}; load a whole checkpoint or state dict, or {ANEW}")
 
     def give_up(self, error: BaseException) -> None:
         """Weights are neither those before a step nor those after it."""

@@ -78,11 +78,19 @@ class StateDicts(Protocol):
     def end(self, module: nn.Module) -> None: ...
 
 
+class Loads(Protocol):
+    """Hears of state dicts being loaded."""
+
+    def begin(self, module: nn.Module, missing: list[str], errors: list[str]) -> None: ...
+    def end(self, module: nn.Module, missing: list[str]) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Listeners:
     root: Root
     calls: Calls
     state_dicts: StateDicts
+    loads: Loads
 
 
 class Hook:
@@ -122,6 +130,7 @@ def install(model: nn.Module, layout: Layout, listeners: Listeners) -> list[Any]
     handles += _on_root(model, listeners.root)
     for module in model.modules():
         handles += _on_state_dict(module, listeners.state_dicts)
+        handles += _on_load(module, listeners.loads)
         if isinstance(module, nn.RNNBase):
             handles.append(Unflattened(module))
     for unit, params in enumerate(layout.params):
@@ -227,6 +236,20 @@ def _on_state_dict(module: nn.Module, listener: StateDicts) -> list[Any]:
         listener.end(module)
 
     return [module.register_state_dict_pre_hook(Hook(before)), module.register_state_dict_post_hook(Hook(after))]
+
+
+def _on_load(module: nn.Module, listener: Loads) -> list[Any]:
+    def before(module: nn.Module, *details: Any) -> None:
+        *_, missing, _, errors = details
+        listener.begin(module, missing, errors)
+
+    def after(module: nn.Module, incompatible: Any) -> None:
+        listener.end(module, incompatible.missing_keys)
+
+    return [
+        module.register_load_state_dict_pre_hook(Hook(before)),
+        module.register_load_state_dict_post_hook(Hook(after)),
+    ]
 
 
 class Unflattened:

@@ -20,7 +20,7 @@ from overspill.runtime.masters import Masters
 from overspill.runtime.pages import Pages, arrays_of
 from overspill.runtime.ranks import Meeting
 from overspill.runtime.updates import OnHost, Share
-from overspill.specs import KERNEL_PIECE, PartSpec
+from overspill.specs import KERNEL_PIECE, PageSpec, PartSpec
 from overspill.units.unit import Unit
 
 VIEWS = "_overspill_views"
@@ -161,15 +161,11 @@ class KernelUpdate:
         """What this rank has of one of the rule's arrays for a parameter."""
         span = self._units[unit].spec.params[param].owned
         out = torch.zeros(span.room, dtype=torch.float32)
-        for page, part in self._parts(unit, param):
+        for page, part in _parts(self._pages.model.units[unit].pages, param):
             at, format = span.locate(part.begin), self._pages.spec(unit, page).format.name
             for begin, end, arrays in self._pieces(unit, page, part, self._pages.read(unit, page)):
                 out[at + begin : at + end].copy_(codecs.load(format, self._rule.fields, arrays)[which])
         return out
-
-    def _parts(self, unit: int, param: int) -> list[tuple[int, PartSpec]]:
-        pages = self._pages.model.units[unit].pages
-        return [(i, part) for i, page in enumerate(pages) for part in page.parts if part.param == param]
 
     def write(self, unit: int, values: Mapping[int, Mapping[str, Any]]) -> None:
         laid_out = {param: self._fields(unit, param, state) for param, state in values.items()}
@@ -205,8 +201,7 @@ class KernelUpdate:
         step = state.get("step", 0)
         return 0 if isinstance(step, Tensor) and step.is_meta else int(step)
 
-    def _fields(self, unit: int, param: int, state: Mapping[str, Any]) -> list[Tensor | None]:
-        """The rule's arrays for one parameter, laid out as it is."""
+    def check(self, unit: int, param: int, state: Mapping[str, Any]) -> None:
         spec = self._units[unit].spec.params[param]
         unknown = state.keys() - {"step", *self._rule.fields}
         if any(state[key] is not None for key in unknown):
@@ -214,7 +209,6 @@ class KernelUpdate:
                 f"expected states {sorted(self._rule.fields)} for {spec.name!r}, found {sorted(unknown)}; load states "
                 "of the same optimizer with the same settings, or prepare with kernels='torch'"
             )
-        found: list[Tensor | None] = []
         for name in self._rule.fields:
             value = state.get(name)
             if value is not None and tuple(value.shape) != spec.shape:
@@ -222,9 +216,20 @@ class KernelUpdate:
                     f"expected {name!r} of shape {spec.shape} for {spec.name!r}, found {tuple(value.shape)}; load the "
                     "states of the same model"
                 )
+
+    def _fields(self, unit: int, param: int, state: Mapping[str, Any]) -> list[Tensor | None]:
+        """The rule's arrays for one parameter, laid out as it is."""
+        self.check(unit, param, state)
+        spec, found = self._units[unit].spec.params[param], list[Tensor | None]()
+        for name in self._rule.fields:
+            value = state.get(name)
             laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32)
             found.append(None if value is None or value.is_meta else laid_out.copy_(value))
         return found
+
+
+def _parts(pages: Sequence[PageSpec], param: int) -> list[tuple[int, PartSpec]]:
+    return [(i, part) for i, page in enumerate(pages) for part in page.parts if part.param == param]
 
 
 def _gradients(share: Share, executor: Executor) -> Iterator[tuple[int, int, Tensor, Sequence[Tensor]]]:

@@ -11,7 +11,9 @@ from overspill.config import parse_number
 from overspill.errors import ModelError, OptionError, StateError
 from overspill.runtime.early import early
 from overspill.runtime.engine import Engine
+from overspill.runtime.executor import STATES
 from overspill.runtime.generation import NARROW
+from overspill.runtime.loads import loading
 from overspill.trace import own_time
 from overspill.units.local import local_of, part_for, wrapped
 
@@ -130,6 +132,12 @@ class SpilledOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but the groups stay the same objects and every state goes to its home."""
+        with loading(self.engine.executor, STATES) as begun:
+            self._load(state_dict, begun)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _load(self, state_dict: dict[str, Any], begun: Callable[[str], None]) -> None:
         self.engine.settle()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
@@ -141,11 +149,14 @@ class SpilledOptimizer(torch.optim.Optimizer):
             )
         names = [i for g in saved for i in g["params"]]
         states = dict(zip(self._params(), (state_dict["state"].get(i, {}) for i in names), strict=True))
+        check_states(self.engine, states)
+        begun(
+            "that the optimizer's load_state_dict broke off before its end: what it has is part of what it had before, "
+            "and part of what was to be loaded"
+        )
         write_states(self.engine, states)
         for group, values in zip(self.param_groups, saved, strict=True):
             group.update({k: v for k, v in values.items() if k not in ("params", "param_names")})
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
 
     def report(self) -> dict[str, Any]:
         """Bytes per role and tier, traffic and times of the last step."""
@@ -207,10 +218,17 @@ def write_states(engine: Engine, states: Mapping[Any, Mapping[str, Any]]) -> Non
         engine.parts.made.update.write(unit, fitted)
 
 
-def _fitted(key: str, value: Any, p: nn.Parameter) -> Any:
+def check_states(engine: Engine, states: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Refuse states that cannot be written, before any is."""
+    for p, state in states.items():
+        outline = {k: _fitted(k, v, p, "meta") for k, v in state.items()}
+        engine.parts.made.update.check(*engine.residency.place_of(p), outline)
+
+
+def _fitted(key: str, value: Any, p: nn.Parameter, device: str | None = None) -> Any:
     """torch's rule for loaded states: of the dtype of the parameter, or of its master; a step count stays as it is."""
     if not isinstance(value, Tensor) or key == "step" or value.is_meta:
         return value.clone() if isinstance(value, Tensor) else value
     own = torch.float32 if p.dtype in NARROW else p.dtype
     dtype = own if value.is_floating_point() and p.is_floating_point() else value.dtype
-    return part_for(p, value.detach()).to(dtype=dtype, copy=True)
+    return part_for(p, value.detach()).to(device=device, dtype=dtype, copy=True)

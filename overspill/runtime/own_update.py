@@ -39,6 +39,7 @@ class OwnUpdate:
         self.fields: tuple[str, ...] | None = None
         self.outline = self._states.outline
         self.read = self._states.read
+        self.check = self._states.check
         self.write = self._states.write
 
     def due(self, unit: int, params: Sequence[int], count: int = 1) -> None:

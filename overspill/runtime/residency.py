@@ -21,6 +21,7 @@ from overspill.runtime.copies import Copies
 from overspill.runtime.door import Closed, Open, Prepared, register, set_door
 from overspill.runtime.executor import Executor
 from overspill.runtime.generation import NARROW
+from overspill.runtime.loads import Loads
 from overspill.runtime.parts import Parts
 from overspill.runtime.turns import Turns
 from overspill.specs import Phase
@@ -53,6 +54,7 @@ class Residency:
         """What the running backward node, or the last one, asked for."""
         self.turns = Turns(self._depth, self._recorder, parts.made.executor.lanes.device)
         self.copies = Copies(self, parts)
+        self.loads = Loads(model, parts.executor)
         self.check_use: Callable[[tuple[int, ...]], None] = lambda units: None
         """Refuses uses of units that may not be used now. Not by autograd, which looks itself whether weights are as
         they were in the forward pass."""
@@ -171,6 +173,7 @@ class Residency:
     # --- uses of closed and open parameters (door.Keeper)
 
     def visit(self, params: list[nn.Parameter]) -> None:
+        self.loads.changing()
         units = tuple(dict.fromkeys(self.place_of(p)[0] for p in params))
         kept = self.held() | self._executor.state.pinned | set(units)
         self._check_room(sum(self._units[u].nbytes for u in kept if self._executor.program.away(u)))

@@ -116,6 +116,21 @@ class OwnStates:
             for k, v in known.items()
         }
 
+    def check(self, unit: int, param: int, state: Mapping[str, Any]) -> None:
+        spec = self._pages.model.units[unit].params[param]
+        large = [value for value in state.values() if _large(value)]
+        for page, part in self._places.get((unit, param), []):
+            divided = part.numel != spec.numel
+            wrong = [tuple(v.shape) for v in large if divided and tuple(v.shape) != spec.shape]
+            if wrong:
+                raise ModelError(
+                    f"expected states of shape {spec.shape} for {spec.name!r}, found {wrong[0]}; load the states of "
+                    "the same model"
+                )
+            sizes = (v.itemsize * (part.numel if divided else v.numel()) for v in large)
+            if self._pages.home(unit, page) is not None and sum(map(align, sizes)) > part.region_bytes:
+                raise ModelError(_too_large(spec.name, state))
+
     def write(self, unit: int, values: Mapping[int, Mapping[str, Any]]) -> None:
         """Replace the states of a unit's parameters (index -> state); an empty state forgets it."""
         params = self._pages.model.units[unit].params

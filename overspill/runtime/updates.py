@@ -150,6 +150,9 @@ class Update(Protocol):
     def read(self, unit: int, param: int, keys: Sequence[str] | None = None) -> dict[str, Any]:
         """Copies of a parameter's state, as torch has it, or of some of it."""
 
+    def check(self, unit: int, param: int, state: Mapping[str, Any]) -> None:
+        """Refuse a parameter's state that cannot be written; of its tensors only the forms count."""
+
     def write(self, unit: int, values: Mapping[int, Mapping[str, Any]]) -> None:
         """Replace the states of a unit's parameters (index -> state); an empty state forgets it."""
 

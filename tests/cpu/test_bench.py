@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from overspill.bench import configurations, largest, results, rows, searching, steps, timing
+from overspill.bench import configurations, largest, models, results, rows, searching, steps, timing
 from overspill.bench.configurations import Ours
 from overspill.bench.engines import OWN, Engine
 from overspill.bench.jobs import Job, Training, read_job
@@ -166,7 +166,7 @@ def test_a_plan_without_room_for_activations_is_refused(monkeypatch: pytest.Monk
     free = searching.largest_planned(job, lambda _: None)
     grown = dict[int, int]()
 
-    def measured(training: Training, sizes: Sizes) -> int:
+    def measured(training: Training, sizes: Sizes, dtype: torch.dtype) -> int:
         grown[sizes.parameters] = 8 * sizes.parameters
         return grown[sizes.parameters]
 
@@ -175,6 +175,24 @@ def test_a_plan_without_room_for_activations_is_refused(monkeypatch: pytest.Monk
     assert found["place"] < free["place"]
     assert "of activations beside what is planned" in found["refusal"]
     assert searching.HOLES * grown[searching.grid(job.search, found["place"]).parameters] < 64 << 20
+
+
+@pytest.mark.parametrize(("precision", "item"), [("bf16", 2), ("fp16", 2), ("fp32", 4)])
+def test_activations_are_measured_in_the_precision_that_is_asked_for(
+    precision: str, item: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keywords = {"gpu": 64 << 20, "host": 64 << 20, "precision": precision}
+    job = Job(kind="plan", training=Training(seq=16), keywords=keywords, search={"least": 1e6, "ratio": 3.0})
+    seen = set[int]()
+
+    def measured(training: Training, dtype: torch.dtype, device: torch.device) -> int:
+        seen.add(next(models.build(training, dtype, torch.device("meta")).parameters()).itemsize)
+        return 0
+
+    monkeypatch.setattr(searching, "compute_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(searching, "_beside_weights", measured)
+    searching.largest_planned(job, lambda _: None)
+    assert seen == {item}
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
 """State formats over their whole input space: what is lost, what never is, and what chance makes of it on average."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from overspill.kernels import codecs
+from overspill.kernels import codecs, cpu, executors, reference
 from overspill.kernels.codecs import BLOCK
+from overspill.kernels.elements import Elements
 
 CPU = torch.device("cpu")
 SOME = [0x8000, *(pytest.param(lower, marks=pytest.mark.full) for lower in (0, 1, 0xFFFF))]
@@ -205,3 +207,27 @@ def test_any_length() -> None:
         assert (code.numel(), top.numel()) == (count, codecs.blocks_of(count))
         full = count // BLOCK * BLOCK
         assert torch.equal(codecs.decode_first(code, top)[:full], whole[:full])
+
+
+@pytest.mark.parametrize("rule", ["adam", "sgd"])
+def test_what_is_not_asked_for_any_more_keeps_its_bits(rule: str) -> None:
+    """amsgrad or momentum that are turned off midway: of some codes the same value may be packed as others, and the
+    native and GPU kernels leave them alone."""
+    params, count = [torch.nn.Parameter(torch.zeros(1))], 1000
+    adam = torch.optim.Adam(params, amsgrad=True)
+    optimizer = adam if rule == "adam" else torch.optim.SGD(params, 0.1, momentum=0.9)
+    known = reference.rule_of(optimizer)
+    assert known is not None
+    generator = torch.Generator().manual_seed(0)
+    sizes = (count, codecs.blocks_of(count)) * len(known.fields)
+    before = [torch.randint(0, 4, (n,), dtype=torch.uint8, generator=generator) for n in sizes]
+    weight, kept = torch.ones(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.int8)
+    hypers = {**optimizer.param_groups[0], "amsgrad": False, "momentum": 0.0}
+    ways = [partial(executors.in_torch, known, reference.ieee_root)]
+    if cpu.library() is not None:
+        ways.append(partial(cpu.RULES[rule], how=cpu.How.best()))
+    for update in ways:
+        on = Elements(weight.clone(), kept.clone(), torch.ones(count), (), [a.clone() for a in before], "compact", 0, 7)
+        update(on, hypers, 2)
+        assert on.kept is not None and not torch.equal(on.kept, kept), "it was updated"
+        assert all(torch.equal(a, b) for a, b in zip(on.arrays[-2:], before[-2:], strict=True))

@@ -11,8 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from overspill.bench import chart, learning, quality
+from overspill.bench import chart, learning, process, quality, results
 from overspill.bench.learning import CASES, Lesson
+from overspill.bench.results import Files
 from overspill.errors import OptionError
 from tests.commands import apart, here
 
@@ -67,6 +68,24 @@ def test_a_table_and_a_picture(tmp_path: Path) -> None:
     body = {"lesson": dataclasses.asdict(TINY), "cases": {"train": "", "tiny": ""}, "curves": curves}
     chart.draw(body, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_has_what_its_picture_needs_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses of all steps would be a megabyte; early files have them, and are drawn as they were."""
+    losses = [4.0 - 0.001 * step + 0.1 * math.sin(step) for step in range(1999)]
+    validation = [(0, 4.1), (1999, 2.2)]
+
+    found = {"losses": losses, "validation": validation, "final": 2.2}
+    outcome = process.Outcome(found, None, {"cpu": "some"}, {}, 1.0, [])
+    monkeypatch.setattr(process, "run", lambda *_: outcome)
+    files = Files("quality", tmp_path / "found.json", None, results.head("quality", None))
+    quality.run(quality.Run(lesson=TINY, cases=("train",), ways=("exact", "compact")), files)
+    files.draw()
+    body = json.loads((tmp_path / "found.json").read_text())
+    assert all("losses" not in r and len(r["training"]) == 60 for r in body["curves"])
+    early = [{k: v for k, v in r.items() if k != "training"} | {"losses": losses} for r in body["curves"]]
+    chart.draw({**body, "curves": early}, tmp_path / "early.png")
+    assert (tmp_path / "found.png").read_bytes() == (tmp_path / "early.png").read_bytes()
 
 
 @pytest.mark.full

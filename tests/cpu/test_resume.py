@@ -1,5 +1,6 @@
 """A run that was stopped, by whatever means, continues to the bits of one that was not."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -214,6 +215,32 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         told, error = process.communicate(timeout=60)
         assert (process.returncode, told) == (130, f"{first}\n")
         assert "ended at once" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("started", "code", "said"),
+    [
+        (["-m", "overspill", "train"], 130, "overspill: interrupted\n"),
+        (["{folder}/overspill", "train"], 130, "overspill: interrupted\n"),
+        (["-c", "import overspill"], -signal.SIGINT, None),
+    ],
+    ids=["module", "script", "library"],
+)
+def test_ctrl_c_while_a_command_is_imported(started: list[str], code: int, said: str | None, tmp_path: Path) -> None:
+    """Whatever torch would make of it; whoever imports overspill has Python's own exception."""
+    (tmp_path / "torch.py").write_text("import time\nprint('imported', flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "overspill").write_text("from overspill.cli import main\nmain()\n")
+    arguments = [part.format(folder=tmp_path) for part in started]
+    searched = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *filter(None, sys.path)))}
+    with subprocess.Popen(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=searched
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "imported\n", process.stderr.read()
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "KeyboardInterrupt" in error if said is None else error == said
 
 
 def test_signals_are_what_they_were_afterwards() -> None:

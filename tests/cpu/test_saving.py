@@ -195,6 +195,7 @@ def test_nobody_goes_on_with_half_a_checkpoint(place: str, file: str, tmp_path: 
     torn = damaged(tmp_path / "saved", file)
     model, steps = made(tmp_path, place)
     stretch(model, steps)
+    weights_then, states_then = model.state_dict(), steps.state_dict()
     with pytest.raises(TierError, match="crc32"):
         overspill.load(torn, model, steps)
     uses: dict[str, Callable[[], Any]] = {
@@ -204,7 +205,6 @@ def test_nobody_goes_on_with_half_a_checkpoint(place: str, file: str, tmp_path: 
         "a weight": lambda: model.last.weight.sum(),
         "state_dict": model.state_dict,
         "states": steps.state_dict,
-        "load_state_dict": lambda: steps.load_state_dict({}),
         "full": lambda: overspill.full(model).__enter__(),
         "save": lambda: overspill.save(tmp_path / "after", model, steps),
         "export": lambda: overspill.export(model, tmp_path / "exported"),
@@ -218,6 +218,12 @@ def test_nobody_goes_on_with_half_a_checkpoint(place: str, file: str, tmp_path: 
         overspill.load(tmp_path / "nothing", model, steps)
     with pytest.raises(StateError, match="load a whole checkpoint"):
         model.state_dict()
+    # Each makes whole what it loads.
+    steps.load_state_dict(states_then)
+    with pytest.raises(StateError, match="load a whole checkpoint"):
+        stretch(model, steps)
+    model.load_state_dict(weights_then)
+    assert differing(weights(model), weights_then) == []
     assert overspill.load(tmp_path / "saved", model.train(), steps) == "extra"
     found = stretch(model, steps, skip=3)
     assert found[0] == expected[0] and differing(found[1], expected[1]) == []

@@ -1,9 +1,10 @@
-"""Threads may take turns with a prepared model, but not use it at once."""
+"""Threads may take turns with a prepared model, but not use it at once; streams come one behind the other."""
 
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.errors import StateError
-from overspill.runtime import hooks
+from overspill.runtime import hooks, turns
 from tests import small
 from tests.both import AWAY, HERE, adamw, everywhere, losses, prepare, train
 from tests.cpu.test_recompute import Recomputing
@@ -164,3 +165,72 @@ def test_a_dropped_model_waits_for_no_thread(tmp_path: Path, monkeypatch: pytest
     gc.collect()
     assert waited == []
     assert list(tmp_path.iterdir()) == []
+
+
+# --- streams
+
+
+class Lanes:
+    """Stands in for a GPU's streams: which one is the current one, and who waits for whom."""
+
+    def __init__(self) -> None:
+        self.here = 0
+        self.log: list[object] = []
+
+    def current(self, device: torch.device) -> int:
+        return self.here
+
+    def follow(self, device: torch.device, stream: int, other: int) -> None:
+        self.log.append((stream, other))
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        before, self.here = self.here, stream
+        yield
+        self.here = before
+
+
+class Branch(nn.Module):
+    """Uses a weight of its own on its caller's stream, after what it called on another one."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        super().__init__()
+        self.inner, self.weight, self.lanes = nn.Linear(8, 8), nn.Parameter(torch.eye(8)), lanes
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lanes.on(1):
+            x = self.inner(x)
+        found = x @ self.weight
+        self.lanes.log.append("used")
+        return found
+
+
+class Beside(nn.Module):
+    """A branch, and beside it something on the other stream."""
+
+    def __init__(self, lanes: Lanes, branch: nn.Module, tail: nn.Module) -> None:
+        super().__init__()
+        self.branch, self.tail, self.lanes = branch, tail, lanes
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.branch(x)
+        with self.lanes.on(1):
+            return found + self.tail(x)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["unit by unit", "in one unit"])
+def test_whoever_comes_next_is_behind_all_of_a_call_that_ended(nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may send weights away, or update them, that the call used on its own stream to its end."""
+    lanes = Lanes()
+    monkeypatch.setattr(turns, "streams", lanes)
+    blocks = nn.ModuleList([Branch(lanes), nn.Linear(8, 8)])
+    model: nn.Module = Beside(lanes, *blocks)
+    model = nn.Sequential(model, nn.Linear(8, 8)) if nested else nn.ModuleDict({"blocks": blocks, "all": model})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = overspill.plan(model, optimizer)
+    assert [unit.name for unit in plan.model.units] == (["0", "1"] if nested else ["blocks.0", "blocks.1"])
+    model, _ = overspill.prepare(model, optimizer, place=dict.fromkeys(("weight", "grad", "state"), "host"))
+    with torch.no_grad():
+        (model if nested else model["all"])(torch.ones(2, 8))
+    assert (1, 0) in lanes.log[lanes.log.index("used") :]
+    overspill.close(model)

@@ -107,8 +107,7 @@ def options(case: Case, nvme: Path, model: nn.Module, optimizer: torch.optim.Opt
     kept: dict[str, Any] = {"zero": case.zero, "precision": case.precision, "micro_batches": case.passes}
     kept |= {"nvme": nvme, "place": place, "host": f"{(512 if place else 24) * size}MiB"}
     smallest = smallest_budget(model, optimizer, {**kept, "gpu": 1, "world": size})
-    # The first rank's; those of others may be a little larger.
-    return {**kept, "gpu": smallest + (1 if place else 12) * MiB}
+    return {**kept, "gpu": smallest + (0 if place else 12) * MiB}
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, case: Case, width: int) -> None:

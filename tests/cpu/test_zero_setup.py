@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import overspill
-from overspill.errors import ModelError, RankError
+from overspill import planning
+from overspill.config import options
+from overspill.errors import BudgetError, ModelError, RankError
 from tests import small
 from tests.ranks import run
 from tests.reference import differing, weights
@@ -267,3 +270,27 @@ def said_otherwise(how: str) -> list[str]:
 def test_ranks_that_say_something_else_are_refused(how: str, message: str) -> None:
     for found in run(said_otherwise, 2, how):
         assert len(found) == 1 and message in found[0], found
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_a_refusal_tells_a_budget_that_is_enough_for_every_rank(world: int) -> None:
+    """Ranks own slightly different bytes: of this model the last one needs 1 KiB more than the first one."""
+    widths, machine = (33, 1000, 77, 512, 33), {"device": 1 << 40, "host": 1 << 40}
+    model = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(widths)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    asked: dict[str, Any] = {"zero": 3, "host": "1GiB"}
+    with pytest.raises(BudgetError) as refused:
+        overspill.plan(model, optimizer, gpu=1, machine=machine, world=world, **asked)
+    chosen = options({**asked, "gpu": refused.value.least})
+    for rank in range(world):
+        planning.make_plan(model, optimizer, chosen, planning.Ground(torch.device("cpu"), machine, None, world, rank))
+
+
+def test_host_memory_that_is_asked_for_is_that_of_all_ranks_of_a_machine() -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    optimizer, asked = torch.optim.AdamW(model.parameters()), {"gpu": "4MiB", "zero": 2, "world": 4}
+    with pytest.raises(BudgetError, match="of which 4 ranks have") as refused:
+        overspill.plan(model, optimizer, host="64KiB", **asked)
+    least = re.search(r"host= to at least .*? \((\d+) bytes\)", str(refused.value))
+    assert least is not None
+    overspill.plan(model, optimizer, host=int(least[1]), **asked)
