@@ -1,0 +1,121 @@
+"""Every stream comes behind those that wrote what it reads, and used the memory that it is given (tests/races.py)."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import overspill
+from overspill.plan import solver
+from overspill.runtime import handing
+from overspill.runtime.passage import Passage
+from tests import small
+from tests.both import adamw
+from tests.cpu.test_ahead import of_length
+from tests.races import Gpu, simulated
+
+ROLES = ("weight", "grad", "state")
+PLACES = ("device device host", "host device host", "device host host", "host host host", "host host device")
+UPDATES = ("lazy", "eager", "delayed")
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "PAGE", (512, 2048))
+
+
+def prepared(model: nn.Module, homes: str, window: int | None = None, **keywords: Any) -> tuple[Any, Any]:
+    keywords = {"precision": "bf16", "gpu": "64MiB", "host": "64MiB", **keywords}
+    keywords |= {"delay_after": 1} if keywords.get("update") == "delayed" else {}
+    place: Any = dict(zip(ROLES, homes.split(), strict=True))
+    if window is not None:
+        made = overspill.plan(model, adamw(model), place=place, **keywords)
+        place = dataclasses.replace(made, limits=dataclasses.replace(made.limits, window=window))
+    return overspill.prepare(model, adamw(model), place=place, **keywords)
+
+
+def loop(model: Any, optimizer: Any, loss: Callable[[int], Tensor], passes: int = 1, clip: float = 0.0) -> None:
+    for step in range(STEPS):
+        for i in range(passes):
+            with model.no_sync() if i + 1 < passes else contextlib.nullcontext():
+                loss(passes * step + i).backward()
+        if clip:
+            optimizer.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    overspill.close(model)
+
+
+def check(gpu: Gpu) -> None:
+    assert gpu.ops > 500, "nothing was watched"
+    assert not gpu.found, "\n".join(dict.fromkeys(gpu.found))
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("homes", PLACES)
+@pytest.mark.parametrize("window", [0, 8000])
+def test_nobody_is_early(homes: str, update: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated(monkeypatch) as gpu:
+        model, optimizer = prepared(small.build(), homes, window, update=update)
+        loop(model, optimizer, lambda step: of_length(model, 5, step), clip=0.0 if update == "eager" else 0.5)
+    check(gpu)
+
+
+@pytest.mark.parametrize("homes", PLACES[:4:3])
+@pytest.mark.parametrize("told", [{"precision": "fp16"}, {"micro_batches": 2}, {"states": "compact"}])
+def test_nobody_is_early_in_other_settings(homes: str, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated(monkeypatch, seed=1) as gpu:
+        model, optimizer = prepared(small.build(), homes, **told)
+        loop(model, optimizer, lambda step: of_length(model, 5, step), told.get("micro_batches", 1), clip=0.5)
+    check(gpu)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_lent_slots_are_free_when_they_are_used(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handing, "SPARE", 0)
+    monkeypatch.setattr(solver, "DEPTHS", (2,))
+    monkeypatch.setattr(solver, "MOST_SLOTS", 2)
+    with simulated(monkeypatch, seed=2) as gpu:
+        model, optimizer = prepared(small.build(), PLACES[0], update=update)
+        engine = overspill.api._engine(model)
+        program = engine.executor.program
+        engine.executor.program = dataclasses.replace(program, limits=dataclasses.replace(program.limits, lent=1 << 40))
+        engine.parts.made.grads.rooms.loans.allow(program.model.units, program.placements, 1 << 40)
+        loop(model, optimizer, lambda step: of_length(model, 5, step))
+    check(gpu)
+
+
+class Normed(nn.Module):
+    """Norms are units of their own, and fp32: their pages have nothing before the first step, so nothing is fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks(x)
+        return out
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("homes", PLACES[:4:3])
+def test_states_are_made_in_memory_that_is_free(homes: str, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated(monkeypatch) as gpu:
+        model, optimizer = prepared(Normed(), homes, update=update)
+        loop(model, optimizer, lambda step: model(torch.randn(6, 8)).square().mean())
+    check(gpu)
+
+
+def test_who_is_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Passage.update
+    monkeypatch.setattr(Passage, "update", lambda self, page, waits: update(self, page, ()))
+    with simulated(monkeypatch) as gpu:
+        model, optimizer = prepared(small.build(), PLACES[0])
+        loop(model, optimizer, lambda step: of_length(model, 5, step))
+    assert any("way update does not come behind" in each for each in gpu.found)
