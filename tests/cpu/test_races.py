@@ -16,7 +16,7 @@ from overspill.runtime.passage import Passage
 from tests import small
 from tests.both import adamw
 from tests.cpu.test_ahead import of_length
-from tests.races import Gpu, simulated
+from tests.races import Gpu, Stream, simulated
 
 ROLES = ("weight", "grad", "state")
 PLACES = ("device device host", "host device host", "device host host", "host host host", "host host device")
@@ -109,6 +109,81 @@ def test_states_are_made_in_memory_that_is_free(homes: str, update: str, monkeyp
     with simulated(monkeypatch) as gpu:
         model, optimizer = prepared(Normed(), homes, update=update)
         loop(model, optimizer, lambda step: model(torch.randn(6, 8)).square().mean())
+    check(gpu)
+
+
+class Switch(torch.autograd.Function):
+    """What follows runs on another stream; each way it waits for this one, or does not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, to: Stream, waits: bool, waits_back: bool) -> Tensor:
+        ctx.before, ctx.waits = to.gpu.current, waits_back
+        to.gpu.go_on(to, waits)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.before.gpu.go_on(ctx.before, ctx.waits)
+        return gradient, None, None, None
+
+
+class Join(torch.autograd.Function):
+    """Both ways this stream waits for another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Stream) -> Tensor:
+        ctx.other = other
+        other.gpu.follow(other.gpu.current.cuda_stream, other.cuda_stream)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.other.gpu.follow(ctx.other.gpu.current.cuda_stream, ctx.other.cuda_stream)
+        return gradient, None
+
+
+class Branches(nn.Module):
+    """One layer of each block runs on a stream of its own, every second time the other one; now this stream uses a
+    block first, now that."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.ModuleDict({name: nn.Linear(8, 8) for name in "ab"}) for _ in range(4))
+        self._side = [Stream(gpu, "side")]
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        side, here, beside = self._side[0], *("ab" if self.calls % 2 else "ba")
+        self.calls += 1
+        for i, block in enumerate(self.blocks):
+            late = i % 2 == 0
+            one = None if late else block[here](torch.tanh(Join.apply(x, side)))
+            other = Switch.apply(x, side, True, late)
+            other = Switch.apply(block[beside](other), side.gpu.main, False, True)
+            one = block[here](torch.tanh(x)) if one is None else one
+            x = one + Join.apply(other, side)
+        return x
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("homes", PLACES[:4])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_memory_belongs_to_a_stream(homes: str, update: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Branches of the model: what one of them waited for is let go, and the memory is another one's."""
+    if passes > 1 and update == "delayed":
+        return
+    with simulated(monkeypatch) as gpu:
+        model, optimizer = prepared(Branches(gpu), homes, 0, update=update, micro_batches=passes)
+
+        def loss(step: int) -> Tensor:
+            # After a backward pass, torch's own engine lets the caller's stream come behind it.
+            gpu.go_on(gpu.main)
+            x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
+            found: Tensor = model(x).float().sum()
+            return found
+
+        loop(model, optimizer, loss, passes)
     check(gpu)
 
 
