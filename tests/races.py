@@ -75,7 +75,9 @@ class Event:
             _join(stream.clock, self._clock)
 
     def query(self) -> bool:
-        if self._gpu.chance.random() < self._gpu.slow:
+        with self._gpu.lock:
+            seen = all(self._gpu.host.get(stream, 0) >= at for stream, at in self._clock.items())
+        if not seen and self._gpu.chance.random() < self._gpu.slow:
             return False
         self.synchronize()
         return True

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import overspill
 from overspill.plan import solver
 from overspill.runtime import handing
-from overspill.runtime.passage import Passage
+from overspill.runtime.lanes import Ticket
 from tests import small
 from tests.both import adamw
 from tests.cpu.test_ahead import of_length
@@ -188,9 +188,9 @@ def test_memory_belongs_to_a_stream(homes: str, update: str, passes: int, monkey
 
 
 def test_who_is_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    update = Passage.update
-    monkeypatch.setattr(Passage, "update", lambda self, page, waits: update(self, page, ()))
-    with simulated(monkeypatch) as gpu:
-        model, optimizer = prepared(small.build(), PLACES[0])
+    monkeypatch.setattr(Ticket, "wait", lambda ticket, stream=None: ticket.wait_issued())
+    with simulated(monkeypatch, slow=0.95) as gpu:
+        model, optimizer = prepared(small.build(), PLACES[3], 0)
         loop(model, optimizer, lambda step: of_length(model, 5, step))
-    assert any("way update does not come behind" in each for each in gpu.found)
+    assert any("on main does not come behind aten.copy_.default [MainThread] on lane up" in each for each in gpu.found)
+    assert any("main has memory that lane down still needs" in each for each in gpu.found)
