@@ -27,6 +27,7 @@ from overspill.setup import (
     refuse_early_updates,
     say_what_is_cast,
 )
+from overspill.tiers import current
 
 __all__ = [
     "Plan",
@@ -90,7 +91,8 @@ def prepare(
         laid_out, made = make_plan(model, optimizer, chosen, ground)
         log.info("%s", made)
         say_what_is_cast(model, chosen)
-        engine = build_engine(model, optimizer, (laid_out, made), (chosen, ground))
+        with current(ground.device):
+            engine = build_engine(model, optimizer, (laid_out, made), (chosen, ground))
     except BaseException:
         if comm is not None:
             comm.close()

@@ -32,6 +32,7 @@ from overspill.tiers import (
     NvmeTier,
     Tier,
     check_folder,
+    current,
     host_available,
     keep_no_freed_memory,
     node_of,
@@ -271,18 +272,18 @@ class _Extend:
     def __init__(self, made: Plan, planned: Planned, chosen: Options, tiers: Tiers, device: torch.device) -> None:
         self._made = made
         self._planned = planned
-        self._node = node_of(device)
+        self._device = device
         self._paths = parse_nvme(chosen.nvme)
         self._precision = chosen.precision
         self._tiers = tiers
-        self._pin = device.type == "cuda"
 
     def __call__(self, wanted: Mapping[TierName, int], sums: bool) -> dict[TierName, Tier | None]:
         wanted = {tier: nbytes for tier, nbytes in wanted.items() if nbytes}
         for tier, nbytes in wanted.items():
             self._check(tier, nbytes, sums)
         made: dict[TierName, Tier | None] = {"device": None}
-        made |= {tier: self._more(tier, nbytes) for tier, nbytes in wanted.items() if tier != "device"}
+        with current(self._device):
+            made |= {tier: self._more(tier, nbytes) for tier, nbytes in wanted.items() if tier != "device"}
         self._planned.owned += wanted.get("device", 0)
         self._planned.granted += wanted.get("device", 0)
         return made
@@ -311,10 +312,9 @@ class _Extend:
         )
 
     def _more(self, tier: TierName, nbytes: int) -> Tier:
-        more: Tier = (
-            HostTier(nbytes, node=self._node) if tier == "host" else NvmeTier(self._paths, nbytes, STAGING, self._pin)
-        )
-        if isinstance(more, HostTier) and self._pin:
+        node, pin = node_of(self._device), self._device.type == "cuda"
+        more: Tier = HostTier(nbytes, node=node) if tier == "host" else NvmeTier(self._paths, nbytes, STAGING, pin)
+        if isinstance(more, HostTier) and pin:
             more.pin()
         self._tiers[f"{tier}+"] = more  # type: ignore[index]
         return more

@@ -38,12 +38,13 @@ class Recorder:
         self.on = False
         self._spans: list[_Span] = []
         self._lock = threading.Lock()
+        self._device = torch.device("cpu")
         self._zero: tuple[torch.cuda.Event, float] | None = None
         """On cuda: an event, and when it happened by the host's clock, in seconds."""
         self._mark: tuple[str, Stamp] | None = None
 
     def start(self, device: torch.device) -> None:
-        self._zero = None
+        self._device, self._zero = device, None
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             zero = torch.cuda.Event(enable_timing=True)
@@ -87,7 +88,8 @@ class Recorder:
         if self._zero is None or track in THREADS:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        # Whatever device is the current one.
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def write(self, path: Path) -> None:

@@ -65,7 +65,7 @@ def _begin(program: Program, state: State, unit: int, ops: list[Op]) -> State:
     pages = program.model.units[unit].pages
     if program.piped or not program.passes(unit):
         lane = Lane.PAGES if program.piped else program.update_lane
-        waits = [Key(kind, unit) for kind in (Kind.DUE, Kind.FETCH, Kind.GATHER, Kind.REDUCE)]
+        waits = [Key(kind, unit) for kind in (Kind.DUE, Kind.FETCH, Kind.STORE, Kind.GATHER, Kind.REDUCE)]
         if program.placements[unit].grad != "device":
             params = dict.fromkeys(part.param for page in pages for part in page.parts)
             waits += [Key(Kind.GRAD_STORE, unit, param) for param in params]

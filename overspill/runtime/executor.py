@@ -34,6 +34,9 @@ Handler = Callable[[Op], Work]
 """Called on the caller's thread when the op is handed out (allocations happen here); what it returns runs on the
 lane. For ops of the compute lane both happen at once, behind the op's waits."""
 
+LETS_GO = frozenset((Kind.RELEASE, Kind.GRAD_DROP, Kind.PAGE_DROP, Kind.UPDATED))
+"""Ops of the compute lane that let device memory go, which they do not read themselves. (GRAD_ADD does.)"""
+
 LOADED = WEIGHTS, STATES = "weights", "states"
 """What a load may leave mixed."""
 
@@ -151,9 +154,14 @@ class Executor:
             begin = time.perf_counter()
             if op.kind == Kind.UPDATED and self.pager is not None:
                 self.pager.hurry(op.unit)
+            self.lanes.use()
             for ticket in waits:
                 ticket.wait()
+            if op.kind in LETS_GO:
+                self.lanes.give_back()
             self.lanes.compute(op, lambda: self._handlers[op.kind](op)())
+            if op.kind == Kind.GRAD_ADD:
+                self.lanes.give_back()
             self.times[op.kind] += time.perf_counter() - begin
             if op.kind == Kind.UPDATED and self.pager is not None:
                 # Its next update may be looked forward to.

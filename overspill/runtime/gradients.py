@@ -57,6 +57,7 @@ class Gradients:
             self.reduced.put(generation, self._laid_out(unit, param, value), self.factor)
             return generation
         if self._coming is not None and self.factor is None and self.bytes.home(unit, param) is None:
+            self._executor.lanes.use()
             generation = Generation(unit, param, self._units[unit].spec.params[param], value)
             if self._coming.add(generation, value):
                 # As nearly always where gradients live on the device.
@@ -72,6 +73,7 @@ class Gradients:
 
     def take(self, unit: int, param: int, value: Tensor, factor: Tensor | None = None) -> Generation:
         """A plain gradient becomes a generation and goes home."""
+        self._executor.lanes.use()
         spec = self._units[unit].spec.params[param]
         generation = Generation(unit, param, spec, value)
         if factor is None and value.layout is torch.strided and self._move_in(generation):

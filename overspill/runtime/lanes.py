@@ -5,6 +5,10 @@ only *issued* on the lane's stream, at once or by the lane's thread, and an even
 ready when that event is recorded. Whoever needs the result waits on the host until the work is issued and lets its own
 stream wait for the event: the host never waits for a copy. Waiting on an event that was not yet recorded would be a
 silent no-op, so the event only becomes visible through a ticket that is ready.
+
+Note [Memory of several streams]: memory that is let go is the stream's again for which it was allocated, at once. Where
+branches of a model run on streams of their own, that may be another one than the one that waited for all who used it.
+So all that ever used the model come behind that one first. (With one stream there is nothing to do.)
 """
 
 import time
@@ -14,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from overspill.program import Key, Kind, Lane, Op
-from overspill.tiers import Event, recorded, workers
+from overspill.tiers import Event, recorded, streams, workers
 from overspill.trace import Recorder
 
 Work = Callable[[], None]
@@ -80,6 +84,8 @@ class Lanes:
         self._recorder = recorder
         self._threads: dict[Lane, ThreadPoolExecutor] = {}
         self._streams: dict[Lane, torch.cuda.Stream] = {}
+        self._users: set[int] = set()
+        """Streams that used the model, and for which memory may have been allocated."""
 
     def _thread(self, lane: Lane) -> ThreadPoolExecutor:
         if lane not in self._threads:
@@ -115,6 +121,16 @@ class Lanes:
             return None
         stream = torch.cuda.current_stream(self.device)
         return Ticket(recorded(stream), self.device, stream.cuda_stream)
+
+    def use(self) -> None:
+        """The current stream uses the model. See Note [Memory of several streams]."""
+        self._users.add(streams.current(self.device))
+
+    def give_back(self) -> None:
+        """The current stream is behind all uses of memory that is let go now."""
+        here = streams.current(self.device)
+        for other in tuple(self._users):
+            streams.follow(self.device, other, here)
 
     def submit(self, op: Op, work: Work, waits: Sequence[Ticket]) -> Ticket | None:
         """Hand to a side lane, behind `waits` and, if it is not free, behind what the caller's stream has been given so

@@ -92,6 +92,9 @@ class Pages:
         if (unit, page) not in self._here:
             nbytes = self.spec(unit, page).state_bytes
             passing = self.home(unit, page) is not None
+            if passing:
+                # Nothing was fetched into its slot, which may be as new.
+                self.ring.wait((unit, page))
             self._here[unit, page] = (
                 self.ring.memory((unit, page))[:nbytes].zero_()
                 if passing

@@ -10,7 +10,7 @@ May be imported here: `overspill.errors`, `specs`, `config`, `trace`, `native`, 
 """
 
 from overspill.tiers.base import Slot, Tier
-from overspill.tiers.device import HeldBudget, keep_no_freed_memory, share_one_heap
+from overspill.tiers.device import HeldBudget, current, keep_no_freed_memory, share_one_heap
 from overspill.tiers.driver import Event, Together, in_one_go, recorded
 from overspill.tiers.growing import GrowingTier
 from overspill.tiers.host import HostTier
@@ -35,6 +35,7 @@ __all__ = [
     "Together",
     "check_folder",
     "cores_near",
+    "current",
     "device_available",
     "disk_free",
     "freed_at_once",

@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,11 @@ LARGE = 64 * GROWTH
 """A budget that can spare that. A smaller one would miss it: there the limit may be passed."""
 
 log = logging.getLogger("overspill")
+
+
+def current(device: torch.device) -> AbstractContextManager[None]:
+    """Makes it the current device: what cuda does for no tensor in particular, it does for that one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def share_one_heap(device: torch.device) -> None:

@@ -43,7 +43,8 @@ class Arena:
         self.pinned = False
         self.view = memoryview(bytearray())
         self.tensor = torch.empty(0, dtype=torch.uint8)  # uint8 [nbytes], host
-        self._locked: list[int] = []
+        self._locked: list[tuple[int, int]] = []
+        """(address, the device whose copies it is for)"""
         self._finalizer: Callable[[], object] | None = None
         if self.nbytes == 0:
             return
@@ -62,10 +63,10 @@ class Arena:
         _touch(self.tensor[align(start, mmap.PAGESIZE) :])
 
     def pin(self) -> None:
-        """Page-lock it for cuda; where that fails, one line is logged and copies are slower."""
+        """Page-lock it for cuda's current device; where that fails, one line is logged and copies are slower."""
         if self.nbytes and not self.pinned:
             self.pinned = _pin(self.tensor.data_ptr(), self.nbytes)
-            self._locked += [self.tensor.data_ptr()] if self.pinned else []
+            self._locked += [(self.tensor.data_ptr(), torch.cuda.current_device())] if self.pinned else []
 
     def close(self) -> None:
         """Unlock and unmap. May be called twice."""
@@ -209,12 +210,12 @@ def _forget_cuda_error() -> None:
         log.debug("the error of cudaHostRegister was cleared")
 
 
-def _release(memory: mmap.mmap, locked: list[int], pid: int) -> None:
+def _release(memory: mmap.mmap, locked: list[tuple[int, int]], pid: int) -> None:
     # A forked child has neither the pages nor the cuda context.
     if os.getpid() != pid:
         return
-    for pointer in locked:
-        torch.cuda.synchronize()
+    for pointer, device in locked:
+        torch.cuda.synchronize(device)
         code = int(_cudart().cudaHostUnregister(pointer))
         if code != 0:
             log.warning("cudaHostUnregister gave %d", code)

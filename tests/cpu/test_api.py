@@ -6,6 +6,7 @@ import tracemalloc
 import weakref
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 import overspill
 from overspill.errors import OptionError
+from overspill.trace import Recorder
 from tests import small
 from tests.both import AWAY, HERE, adamw, everywhere, grads, losses, prepare, same, train
 from tests.reference import differing, same_bits, weights
@@ -329,3 +331,28 @@ def test_the_model_alone_keeps_everything(tmp_path: Path) -> None:
     overspill.close(model)
     plain, steps = plain_run()
     assert train(model, own) == train(plain, steps)
+
+
+def test_stamps_are_those_of_the_models_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whichever is the current one: times between events of two devices cannot be told."""
+    found: list[Any] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+        def synchronize(self) -> None: ...
+        def record(self, stream: Any = None) -> None:
+            found.append(stream)
+
+        def elapsed_time(self, other: Any) -> float:
+            return 1.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    recorder, device = Recorder(), torch.device("cuda", 1)
+    recorder.start(device)
+    with recorder.span("compute", "open", {}):
+        recorder.mark("a block")
+    recorder.stop()
+    recorder.write(tmp_path / "trace.json")
+    assert len(found) == 5 and set(found) == {device}

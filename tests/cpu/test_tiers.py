@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -173,6 +174,23 @@ def test_host_goes_on_unpinned(caplog: pytest.LogCaptureFixture) -> None:
         tier.pin()
     assert not tier.pinned and len(caplog.records) == 1
     tier.close()
+
+
+def test_host_memory_is_unlocked_behind_the_copies_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is the current one then: nothing may be on its way to or from memory that goes."""
+    done: list[object] = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda *given: 0, cudaHostUnregister=lambda pointer: done.append("unlocked") or 0
+    )
+    monkeypatch.setattr("overspill.tiers.host._cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: done.append(device))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    tier = HostTier(4096)
+    tier.pin()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    tier.close()
+    assert done == [1, "unlocked"]
 
 
 def test_spread(block: int = 4096) -> None:
