@@ -123,6 +123,12 @@ def plan(
     """
     if not isinstance(world, int) or isinstance(world, bool) or world < 1:
         raise OptionError(f"expected world= as the number of processes, from 1, found {world!r}")
+    tiers = {"device", "host"}
+    if machine is not None and (not isinstance(machine, Mapping) or not machine.keys() >= tiers):
+        raise OptionError(
+            f'expected machine= as {{"device": bytes, "host": bytes}}, found {machine!r}; say both, or leave it '
+            "out for this machine"
+        )
     chosen = options(keywords)
     check_trainable(model, optimizer, chosen)
     refuse_early_updates(chosen, None, world)

@@ -282,7 +282,9 @@ def _plan_at(
     if chosen.place and "nvme" in chosen.place.values() and not chosen.nvme:
         raise OptionError('expected nvme= with place= on nvme, found none; give a path on a fast disk: nvme="/scratch"')
     refused: BudgetError | None = None
-    for page in page_sizes(budget.device):
+    # A unit's weights must be there, and as much for activations: below that, whatever a page takes, nothing works.
+    least = 2 * DTYPES[chosen.precision].itemsize * max((p.numel() for p in model.parameters()), default=0)
+    for page in page_sizes(max(budget.device, least)):
         laid_out = lay_out(model, forms, page)
         try:
             return laid_out, solve(_request(laid_out, chosen, (ground, budget, page), forms))

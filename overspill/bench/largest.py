@@ -220,7 +220,7 @@ def summary(cases: Sequence[Case]) -> str:
             _cells(case, unit) if case.row and case.row["ok"] else [case.label, f"{case.asked}: {case.reason}"]
         )
     refused = [
-        f"{case.label}: {case.next['parameters'] / 1e9:.3f} B is refused: {case.next['refused']}"
+        f"{case.label}: {said(case.next['parameters'])} is refused: {case.next['refused']}"
         for case in cases
         if case.next
     ]

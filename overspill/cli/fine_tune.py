@@ -141,7 +141,8 @@ def _finish(session: Session) -> None:
     """The summary, the model, the plot."""
     folder, ranks = session.folder, session.ranks
     if ranks.first:
-        print(summary(folder.read_log(), folder.read_plan(), held_plainly(folder.read_plan())), flush=True)
+        plan = folder.read_plan()
+        print(summary(folder.read_log(), plan, held_plainly(plan), session.done), flush=True)
     target = session.settings.export or folder.model
     text_model.export(session.trainee.model, session.settings.model, target, ranks)
     if not ranks.first:

@@ -59,8 +59,9 @@ def _news(record: Record) -> str:
     return f"loss {record.loss:.3f}{seen}  {record.tokens_per_second:,.0f} tokens/s" + (f"  {tiers}" if tiers else "")
 
 
-def summary(records: Sequence[Record], plan: Mapping[str, Mapping[str, Any]], plainly: int) -> str:
-    """Loss, speed, and what was planned for every tier beside what was measured."""
+def summary(records: Sequence[Record], plan: Mapping[str, Mapping[str, Any]], plainly: int, earlier: int = 0) -> str:
+    """Loss, speed, and what was planned for every tier beside what was measured. The plan is not that of the `earlier`
+    steps, which another session did."""
     tokens = sum(r.tokens_per_second * r.seconds for r in records)
     seconds = sum(r.seconds for r in records)
     last = records[-max(1, len(records) // LINES) :]
@@ -70,12 +71,14 @@ def summary(records: Sequence[Record], plan: Mapping[str, Mapping[str, Any]], pl
         f"{mean:.3f} over the last {len(last)}",
         *_validation(records),
         f"{tokens / seconds:,.0f} tokens/s over {len(records)} steps in {seconds:.1f} s",
-        "",
-        f"{'peak':<8}{'measured':>12}{'planned':>12}{'budget':>12}",
     ]
+    own = [r for r in records if r.step > earlier]
+    if not own:
+        return "\n".join([*text, "no step was left to do: to train on, give more --steps or --epochs"])
+    text += ["", f"{'peak':<8}{'measured':>12}{'planned':>12}{'budget':>12}"]
     above: list[str] = []
     for tier in TIERS:
-        measured = max((r.bytes[tier] for r in records if tier in r.bytes), default=0)
+        measured = max((r.bytes[tier] for r in own if tier in r.bytes), default=0)
         planned = plan["peak"][tier]
         verdict = "within" if measured <= planned else f"{human(measured - planned)} above the plan"
         verdict = "an arena of fixed size" if tier == FIXED and planned else verdict

@@ -30,11 +30,12 @@ class Meeting(IntEnum):
     STATE = 4
     BUFFERS = 5
     OVER = 6
-    NORM = 7
-    STEP = 8
-    SAVE = 9
-    LOAD = 10
-    CLOSE = 11
+    BROKEN = 7
+    NORM = 8
+    STEP = 9
+    SAVE = 10
+    LOAD = 11
+    CLOSE = 12
 
 
 WORDS = {
@@ -45,6 +46,7 @@ WORDS = {
     Meeting.STATE: "a look at the optimizer's state of {}",
     Meeting.BUFFERS: "the begin of a forward",
     Meeting.OVER: "the end of a backward",
+    Meeting.BROKEN: "a forward after a backward that an error broke off",
     Meeting.NORM: "the norm of the gradients",
     Meeting.STEP: "optimizer.step()",
     Meeting.SAVE: "a save",

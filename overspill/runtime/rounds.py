@@ -74,9 +74,11 @@ class Rounds:
 
     def begin(self) -> None:
         """A forward begins. If something is left of a backward pass, that was interrupted by an error: it may belong to
-        gradients that were dropped since, so it must not be averaged with what the next pass brings."""
+        gradients that were dropped since, so it must not be averaged with what the next pass brings. Where it was
+        interrupted on some ranks only, the others would step on less than all gave: that is refused on all."""
         left = self._arrived or self._executor.state.arrived
         if left and torch._C._current_graph_task_id() == -1:
+            self._ranks.meet(Meeting.BROKEN)
             self._executor(Flush(forget=True))
             self._reduced.forget()
             self._arrived.clear()

@@ -54,3 +54,13 @@ def test_a_device_above_the_plan_is_explained(
     text = screen.summary([record], {"peak": tiers, "budget": tiers, "settings": {"ranks": 1}}, 0)
     assert ("1.00 MiB above the plan" in text) == (taken == 6)
     assert (screen.ABOVE in text) == (told and taken == 6)
+
+
+def test_a_resumed_run_is_compared_with_its_own_plan() -> None:
+    """The steps before it had another one."""
+    tiers = {"device": 100, "host": 0, "nvme": 0}
+    plan = {"peak": tiers, "budget": tiers, "settings": {"ranks": 1}}
+    records = [Record(step, 2.0, 0.1, None, 1.0, 10.0, {}, {"device": taken}) for step, taken in ((1, 900), (2, 50))]
+    assert "800 B above the plan" in screen.summary(records, plan, 0)
+    assert "above the plan" not in screen.summary(records, plan, 0, earlier=1)
+    assert "no step was left to do: to train on, give more --steps" in screen.summary(records, plan, 0, earlier=2)

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import overspill
 from overspill.cli import main
 from overspill.cli.sizes import build, choose, parse_count
 from overspill.errors import BudgetError, OptionError
@@ -120,3 +123,21 @@ def test_ranks_divide_what_the_stage_says() -> None:
         held("--zero", "4")
     with pytest.raises(OptionError, match="number of processes"):
         held("--world", "0")
+
+
+def test_a_hopeless_budget_is_refused_at_once() -> None:
+    """As of somebody who forgot a unit: a model of 13 B in pages of 64 KiB would take minutes."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(16_384, 16_384) for _ in range(48)))
+    optimizer, began = torch.optim.AdamW(model.parameters()), time.monotonic()
+    with pytest.raises(BudgetError, match=r"found 24 B") as refused:
+        overspill.plan(model, optimizer, gpu=24, host="1TiB")
+    assert time.monotonic() - began < 20
+    overspill.plan(model, optimizer, gpu=refused.value.least, host="1TiB")
+
+
+@pytest.mark.parametrize("machine", [{"gpu": 1}, {"device": 1}, 3])
+def test_another_machine_is_said_in_full(machine: Any) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(OptionError, match=r'machine= as {"device": bytes, "host": bytes}, found'):
+        overspill.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), machine=machine)

@@ -209,6 +209,32 @@ def test_what_cannot_be_done_alone_is_refused_on_all(zero: int) -> None:
             assert all(word in found[way] for word in words), found[way]
 
 
+def broken_off(zero: int) -> str:
+    """What is told where a backward pass broke off on the last rank only, which goes on with the next batch."""
+    dist.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as nvme:
+        model, optimizer = prepared(Case(zero, "host"), nvme)
+        stream, last = batches(), dist.get_rank() == dist.get_world_size() - 1
+        with pytest.raises(RankError) as told:
+            if last:
+                hook = model.blocks[1].up.weight.register_hook(lambda gradient: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    loss_of(model, next(stream)).backward()
+                hook.remove()
+            for _ in range(2):
+                loss_of(model, next(stream)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("zero", [2, *(pytest.param(zero, marks=pytest.mark.full) for zero in (0, 1, 3))])
+def test_a_backward_that_broke_off_on_one_rank_is_told_on_all(zero: int) -> None:
+    for found in run(broken_off, 2, zero):
+        assert "rank 1 at a forward after a backward that an error broke off" in found, found
+        assert "rank 0 at optimizer.step()" in found, found
+
+
 # ---- ranks that die
 
 
