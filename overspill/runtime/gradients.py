@@ -137,13 +137,13 @@ class Gradients:
             return
         if in_backward and self.reduced is not None and not generation.local:
             self._hold(generation)
-        if generation.zero and not generation.todo and in_backward and spec.dtype in NARROW:
+        taken = generation.kept or unit in self._executor.state.pending
+        if generation.zero and not generation.todo and not taken and in_backward and spec.dtype in NARROW:
             # Nothing was there: a narrow contribution stays narrow.
             self._begin(generation, value)
             return
         if self.factor is not None and in_backward and value.dtype == spec.dtype:
             value = value.to(full_dtype(spec)) * self.factor
-        taken = generation.kept or unit in self._executor.state.pending
         if generation.lent or generation.span is not None or taken:
             # An update that is due takes the gradient as it was.
             generation.change(Change.of(lambda total, x: total.add_(x, alpha=alpha), (value,), spec))

@@ -218,6 +218,29 @@ def test_gradients_that_are_added_to_after_a_step(tmp_path: Path) -> None:
     assert not differing(weights(overspill.close(model)), weights(plain.model))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_zeros_that_are_kept_stay_zeros_whatever_is_added(
+    place: str, precision: str, paged: bool, tmp_path: Path
+) -> None:
+    """A plain step by zeros changes nothing, so both rules are one."""
+
+    def run(update: str) -> Any:
+        model = small.build()
+        keywords = {"precision": precision, "gpu": "64MiB", "host": "64MiB", "update": update, "delay_after": 0}
+        steps = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = overspill.prepare(model, steps, place=HOMES[place], nvme=tmp_path, **keywords)
+        sum(passes_of(model, 1))
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        found = sum(passes_of(model, 1)), overspill.grad(model.last.weight)
+        optimizer.step()
+        optimizer.zero_grad()
+        return [*found, *weights(overspill.close(model)).values()]
+
+    assert both.same(run("delayed"), run("lazy"))
+
+
 @pytest.mark.parametrize("held", [False, True], ids=["nobody looks", "views are held"])
 @pytest.mark.parametrize("place", ["device", "host", "states"])
 def test_a_skipped_step_applies_the_one_before(place: str, held: bool, paged: bool, tmp_path: Path) -> None:
