@@ -271,7 +271,9 @@ class Engine:
         if self.rounds is not None:
             self.rounds.close()
         self.executor.finish()
-        self.closed = True
+        self.closed = self.residency.closed = True
+        if self.parts.scale is not None:
+            self.parts.scale.end()
         if self.executor.pager is not None:
             self.executor.pager.close()
         self.executor.lanes.close()

@@ -48,6 +48,8 @@ class Residency:
         self._visited: set[int] = set()
         self.full = False
         """All units are open, and none may leave."""
+        self.closed = False
+        """The model is plain again. What graphs from before refer to was left whole for them."""
         self._last: tuple[int, ...] = ()
         self._behind: tuple[int, ...] = ()
         """What the running backward node, or the last one, asked for."""
@@ -156,6 +158,8 @@ class Residency:
         return (*ended, *(u for u, depth in enumerate(self._depth) if depth and away(u))) if ended else ()
 
     def backward(self, units: tuple[int, ...]) -> None:
+        if self.closed:
+            return
         self.turns.take()
         self._behind = units
         if torch.is_grad_enabled():
