@@ -80,6 +80,10 @@ class Keeper(Protocol):
         """The use is over. `graph`: a graph may refer to them; `written`: their bytes may have changed, or may be
         changed later through a view."""
 
+    @property
+    def look(self) -> Callable[[], object]:
+        """To be called before the model is copied."""
+
     def touched(self, p: nn.Parameter) -> None:
         """Somebody may write to the memory of an open parameter unseen."""
 
@@ -288,6 +292,7 @@ _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
 
 def _reduced(p: nn.Parameter) -> Any:
     """Pickled as a plain parameter in host memory with the current value."""
+    _look(p)
     with torch.no_grad():
         return nn.Parameter, (p.detach().to("cpu", copy=True), p.requires_grad)
 
@@ -295,10 +300,17 @@ def _reduced(p: nn.Parameter) -> Any:
 def _copied(p: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     """A plain parameter with the current value; a copied model is an ordinary model."""
     if id(p) not in memo:
+        _look(p)
         with torch.no_grad():
             memo[id(p)] = nn.Parameter(p.detach().clone(memory_format=torch.preserve_format), p.requires_grad)
     copied: nn.Parameter = memo[id(p)]
     return copied
+
+
+def _look(p: nn.Parameter) -> None:
+    keeper = keeper_of(p)
+    if keeper is not None:
+        keeper.look()
 
 
 @untraced

@@ -58,6 +58,8 @@ class Residency:
         self.check_use: Callable[[tuple[int, ...]], None] = lambda units: None
         """Refuses uses of units that may not be used now. Not by autograd, which looks itself whether weights are as
         they were in the forward pass."""
+        self.look: Callable[[], object] = lambda: None
+        """Somebody looks at the model from outside."""
         self.own_grads: dict[tuple[int, int], weakref.ref[Tensor] | None] = {}
         """Tensors that the user put into `p.grad`: they stay there, and autograd adds to them, as in plain torch."""
         self._unswappable = [weakref.ref(p) for unit in self._units for p in unit.params]
