@@ -175,6 +175,9 @@ class Builder:
 
     masters = NoMasters()
 
+    look = staticmethod(lambda: None)
+    """Nothing is due before a copy is made."""
+
     def __init__(self, tier: GrowingTier, keep: int) -> None:
         self.tier = tier
         self.blocks = Blocks(tier, keep)

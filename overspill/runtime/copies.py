@@ -11,10 +11,9 @@ from overspill.runtime.parts import Parts
 from overspill.units.local import local_of, wrapped
 
 
-def _nothing() -> None: ...
-
-
 class Bringer(Protocol):
+    look: Callable[[], object]
+
     def place_of(self, p: Tensor) -> tuple[int, int]: ...
     def need(self, units: tuple[int, ...]) -> None: ...
 
@@ -27,8 +26,6 @@ class Copies:
         self._parts = parts
         self._modules: list[int] = []
         self._made: dict[int, Tensor] = {}
-        self.looks: Callable[[], None] = _nothing
-        """Called before a state dict is made."""
 
     def begin(self, module: nn.Module) -> None:
         """A module's part of a state dict begins; the parts of its children lie inside."""
@@ -36,7 +33,7 @@ class Copies:
             # An earlier state dict broke off with an error before it ended.
             self._modules.clear()
         if not self._modules:
-            self.looks()
+            self._bringer.look()
             self._made.clear()
             self._parts.check_copies(sum(map(self._nbytes, module.parameters())), "state_dict")
         self._modules.append(id(module))

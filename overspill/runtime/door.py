@@ -80,6 +80,10 @@ class Keeper(Protocol):
         """The use is over. `graph`: a graph may refer to them; `written`: their bytes may have changed, or may be
         changed later through a view."""
 
+    @property
+    def look(self) -> Callable[[], object]:
+        """To be called before the model is copied."""
+
     def touched(self, p: nn.Parameter) -> None:
         """Somebody may write to the memory of an open parameter unseen."""
 
@@ -151,6 +155,8 @@ class Closed(Prepared):
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:
             return _gradients(*args, **kwargs)
+        if func is torch.autograd.backward:
+            return _backward(*args, **kwargs)
         closed = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Closed)]
         if func is Tensor.detach and closed:
             copy = _keeper(closed[0]).copy_of(closed[0])
@@ -174,14 +180,26 @@ def _gradients(outputs: Any, inputs: Any, *, materialize_grads: bool = False, **
     door: so parameters are named by their places in the graph, which is all that matters of them."""
     if materialize_grads:
         options["allow_unused"] = True
-    with torch._C.DisableTorchFunctionSubclass():
-        places = [get_gradient_edge(p) if isinstance(p, Closed) else p for p in inputs]
-        results = [p.view_as(p) if isinstance(p, Closed) else p for p in outputs]
-    found = tuple(map(_unscaled, inputs, torch.autograd.grad(results, places, **options)))
+    found = tuple(map(_unscaled, inputs, torch.autograd.grad(_results(outputs), _places(inputs), **options)))
     if not materialize_grads:
         return found
     zeros = {"requires_grad": options.get("create_graph", False)}
     return tuple(torch.zeros_like(p, **zeros) if g is None else g for p, g in zip(inputs, found, strict=True))
+
+
+def _backward(outputs: Any, *, inputs: Any = None, **options: Any) -> None:
+    """torch.autograd.backward into some parameters: as `_gradients`."""
+    torch.autograd.backward(_results(outputs), inputs=None if inputs is None else _places(inputs), **options)
+
+
+def _places(inputs: Any) -> list[Any]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return [get_gradient_edge(p) if isinstance(p, Closed) else p for p in inputs]
+
+
+def _results(outputs: Any) -> list[Any]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return [p.view_as(p) if isinstance(p, Closed) else p for p in outputs]
 
 
 def _unscaled(p: Tensor, gradient: Tensor | None) -> Tensor | None:
@@ -274,6 +292,7 @@ _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
 
 def _reduced(p: nn.Parameter) -> Any:
     """Pickled as a plain parameter in host memory with the current value."""
+    _look(p)
     with torch.no_grad():
         return nn.Parameter, (p.detach().to("cpu", copy=True), p.requires_grad)
 
@@ -281,10 +300,17 @@ def _reduced(p: nn.Parameter) -> Any:
 def _copied(p: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     """A plain parameter with the current value; a copied model is an ordinary model."""
     if id(p) not in memo:
+        _look(p)
         with torch.no_grad():
             memo[id(p)] = nn.Parameter(p.detach().clone(memory_format=torch.preserve_format), p.requires_grad)
     copied: nn.Parameter = memo[id(p)]
     return copied
+
+
+def _look(p: nn.Parameter) -> None:
+    keeper = keeper_of(p)
+    if keeper is not None:
+        keeper.look()
 
 
 @untraced

@@ -48,7 +48,7 @@ class Engine:
         self.early: Early = Lazy()
         self.residency = Residency(model, parts)
         itself = weakref.proxy(self)
-        self.residency.copies.looks = lambda: itself.look()
+        self.residency.look = lambda: itself.look()
         # Weakly, because what is in `p.grad` refers to all this where Python's garbage collector does not look.
         trained = [weakref.ref(p) for unit in self.units for p in unit.params if p.requires_grad]
         parts.made.grads.bytes.current = lambda: [g for ref in trained if (g := gradient_of(ref())) is not None]
@@ -271,7 +271,9 @@ class Engine:
         if self.rounds is not None:
             self.rounds.close()
         self.executor.finish()
-        self.closed = True
+        self.closed = self.residency.closed = True
+        if self.parts.scale is not None:
+            self.parts.scale.end()
         if self.executor.pager is not None:
             self.executor.pager.close()
         self.executor.lanes.close()

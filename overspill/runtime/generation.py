@@ -151,13 +151,7 @@ class Generation:
         return self.dtype != full_dtype(self.spec)
 
     def change(self, change: Change) -> None:
-        if self.spent:
-            raise StateError(
-                f"expected gradients to be left alone with update='eager', found a change of that of "
-                f"{self.spec.name!r} (clipping, scaling, adding): its update has begun in the backward pass; use "
-                "update='lazy', which allows all of these"
-            )
-        check_bytes(self)
+        check_change(self)
         self.norms.clear()
         if self.lent:
             change.on(self.value, self.span)  # type: ignore[arg-type]
@@ -256,3 +250,15 @@ def check_bytes(generation: Generation) -> None:
             f"done, found a use of that of {generation.spec.name!r} (a look, a norm, clipping, another step(), or "
             "another backward pass without zero_grad()); use update='lazy', which keeps them"
         )
+
+
+def check_change(generation: Generation) -> None:
+    """Refuse a change that the update which took it would not see, or of what is gone."""
+    if generation.spent:
+        raise StateError(
+            f"expected gradients to be left alone with update='eager', found a change of that of "
+            f"{generation.spec.name!r} (clipping, scaling, adding, zeroing, a view, which may be written to): its "
+            "update has begun in the backward pass; put backward passes that are not the last into "
+            "`with model.no_sync():`, or use update='lazy', which allows all of these"
+        )
+    check_bytes(generation)

@@ -15,7 +15,7 @@ from overspill.errors import ModelError, StateError
 from overspill.program import Grad, Lane
 from overspill.runtime.coming import Coming
 from overspill.runtime.executor import Executor
-from overspill.runtime.generation import NARROW, Change, Generation, check_bytes, full_dtype
+from overspill.runtime.generation import NARROW, Change, Generation, check_change, full_dtype
 from overspill.runtime.gradient_bytes import GradientBytes
 from overspill.runtime.passing import Passing
 from overspill.runtime.reduced import Reduced
@@ -130,7 +130,7 @@ class Gradients:
 
     def add(self, generation: Generation, value: Tensor, alpha: float = 1) -> None:
         """Another micro-batch contributes, or the user adds something."""
-        check_bytes(generation)
+        check_change(generation)
         generation.stepped = False
         unit, spec = generation.unit, generation.spec
         in_backward = torch._C._current_graph_task_id() != -1
@@ -139,13 +139,13 @@ class Gradients:
             return
         if in_backward and self.reduced is not None and not generation.local:
             self._hold(generation)
-        if generation.zero and not generation.todo and in_backward and spec.dtype in NARROW:
+        taken = generation.kept or unit in self._executor.state.pending
+        if generation.zero and not generation.todo and not taken and in_backward and spec.dtype in NARROW:
             # Nothing was there: a narrow contribution stays narrow.
             self._begin(generation, value)
             return
         if self.factor is not None and in_backward and value.dtype == spec.dtype:
             value = value.to(full_dtype(spec)) * self.factor
-        taken = generation.kept or unit in self._executor.state.pending
         if generation.lent or generation.span is not None or taken:
             # An update that is due takes the gradient as it was.
             generation.change(Change.of(lambda total, x: total.add_(x, alpha=alpha), (value,), spec))
@@ -202,6 +202,7 @@ class Gradients:
                 self.send_home(other)
         old = cell[0]
         if not old.lent:
+            check_change(old)
             # Always other bytes: an update that is due, or a lane that carries them home, may be using the old ones.
             value = torch.empty_strided(
                 old.spec.shape, old.spec.stride, dtype=full_dtype(old.spec), device=self._device

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from overspill.errors import StateError
-from overspill.runtime.generation import Change, Generation, full_dtype, number
+from overspill.runtime.generation import Change, Generation, check_change, full_dtype, number
 from overspill.runtime.gradients import Gradients
 from overspill.units.local import local_of
 
@@ -140,6 +140,9 @@ def _norm(handle: GradHandle, order: float) -> Tensor:
 def _rewrite(packet: Any, handle: GradHandle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GradHandle:
     """Changes in place that bring other bytes: another contribution (autograd's own way), zero, or a new value."""
     old, book = handle.generation, handle._book
+    if old.spent:
+        # Not of what is gone after its step: it is replaced.
+        check_change(old)
     if packet is aten.add_:
         value = _bytes(args[1])
         if not isinstance(value, Tensor) or value.shape != handle.shape:

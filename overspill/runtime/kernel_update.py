@@ -176,7 +176,7 @@ class KernelUpdate:
                 for begin, end, arrays in self._pieces(unit, i, part, memory):
                     first, number = part.begin + begin, self._first[unit] + part.param
                     fields = [
-                        torch.full((end - begin,), self._rule.initial, device=memory.device)
+                        torch.full((end - begin,), self._rule.initial, dtype=torch.float32, device=memory.device)
                         if value is None
                         else as_flat(value)[first : part.begin + end].to(memory.device)
                         for value in given

@@ -49,6 +49,8 @@ class Residency:
         self._visited: set[int] = set()
         self.full = False
         """All units are open, and none may leave."""
+        self.closed = False
+        """The model is plain again. What graphs from before refer to was left whole for them."""
         self._last: tuple[int, ...] = ()
         self._behind: tuple[int, ...] = ()
         """What the running backward node, or the last one, asked for."""
@@ -58,6 +60,8 @@ class Residency:
         self.check_use: Callable[[tuple[int, ...]], None] = lambda units: None
         """Refuses uses of units that may not be used now. Not by autograd, which looks itself whether weights are as
         they were in the forward pass."""
+        self.look: Callable[[], object] = lambda: None
+        """Somebody looks at the model from outside."""
         self.own_grads: dict[tuple[int, int], weakref.ref[Tensor] | None] = {}
         """Tensors that the user put into `p.grad`: they stay there, and autograd adds to them, as in plain torch."""
         self._unswappable = [weakref.ref(p) for unit in self._units for p in unit.params]
@@ -158,6 +162,8 @@ class Residency:
         return (*ended, *(u for u, depth in enumerate(self._depth) if depth and away(u))) if ended else ()
 
     def backward(self, units: tuple[int, ...]) -> None:
+        if self.closed:
+            return
         self.turns.take()
         self._behind = units
         if torch.is_grad_enabled():

@@ -102,6 +102,10 @@ class LossScale:
         self._good.fill_(good)
         self.factor = self._scale.reciprocal()
 
+    def end(self) -> None:
+        """The model is plain again: gradients of graphs from before are not scaled any more."""
+        self._scale = self.factor = torch.ones_like(self._scale)
+
     # --- see Note [Scaled outputs]
 
     def enter(self, inputs: Any) -> Any:

@@ -61,10 +61,10 @@ class Steps:
                     "requires_grad before prepare, so that the plan has room for its gradient and state"
                 )
             part = local_of(gradient)
-            if isinstance(part, GradHandle):
+            if isinstance(part, GradHandle) and (part.generation.unit, part.generation.param) == (unit, index):
                 generation = self._taken(part.generation)
             else:
-                # The user's own tensor, which may be written to again before the update runs.
+                # The user's own tensor, or another parameter's gradient: either may change before the update runs.
                 generation = self._parts.made.grads.take(unit, index, part_for(p, gradient.detach().clone()))
             found.setdefault(unit, []).append(Taken(index, generation, generation.changes))
         return found

@@ -286,6 +286,30 @@ def test_clipping_is_refused(tmp_path: Path) -> None:
         next(model.parameters()).grad.mul_(2)
 
 
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "scaled": lambda g: g.mul_(2),
+    "added to": lambda g: g.add_(1),
+    "zeroed": lambda g: g.zero_(),
+    "replaced": lambda g: g.copy_(torch.ones(g.shape)),
+    "written to": lambda g: g[...].fill_(1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_gradients_are_refused_and_nothing_is_lost(change: str, paged: bool, tmp_path: Path) -> None:
+    model, optimizer = prepare("host", tmp_path, update="eager")
+    expected = trained("host", tmp_path, update="eager")
+    found = []
+    for _ in range(STEPS):
+        found += passes_of(model, 1)
+        for p in model.parameters():
+            with pytest.raises(StateError, match=r"left alone.*update='eager'.*update='lazy'"):
+                CHANGES[change](p.grad)  # type: ignore[arg-type]
+        optimizer.step()
+        optimizer.zero_grad()
+    check((found, weights(overspill.close(model))), expected)
+
+
 def test_a_second_backward_is_refused(tmp_path: Path) -> None:
     model, _ = prepare("states", tmp_path, update="eager")
     first, second = next(iter(losses(model, 1))), next(iter(losses(model, 1)))

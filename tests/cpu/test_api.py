@@ -275,6 +275,28 @@ def test_close_in_the_middle_of_a_step(place, tmp_path: Path) -> None:
 
 
 @everywhere
+def test_a_graph_from_before_close_is_good_afterwards(place, tmp_path: Path) -> None:
+    plain, model = small.build(), small.build()
+    model, _ = overspill.prepare(model, adamw(model), place=place, nvme=tmp_path, precision="fp32")
+    for m in (plain, model):
+        loss = next(losses(m, 1))
+        if m is model:
+            overspill.close(model)
+        loss.backward()
+    assert same(grads(model), grads(plain))
+
+
+def test_a_graph_from_before_close_is_not_scaled_afterwards(tmp_path: Path) -> None:
+    plain, model = small.build().half(), small.build().half()
+    expected = next(losses(plain, 1))
+    model, _ = overspill.prepare(model, adamw(model), place=AWAY, nvme=tmp_path, precision="fp16")
+    loss = next(losses(model, 1))
+    overspill.close(model)
+    expected.backward(), loss.backward()
+    assert same(grads(model), grads(plain))
+
+
+@everywhere
 def test_prepared_closed_and_prepared_again(place, tmp_path: Path) -> None:
     plain, steps = plain_run(3)
     model = small.build()

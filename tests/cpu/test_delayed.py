@@ -1,5 +1,7 @@
 """update="delayed": exactly the rule of Note [One step later], as plain PyTorch says it, wherever the bytes live."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,6 +218,74 @@ def test_gradients_that_are_added_to_after_a_step(tmp_path: Path) -> None:
     model, optimizer = prepared("states", tmp_path, after=1, micro_batches=2)
     loop(model, optimizer.step)
     assert not differing(weights(overspill.close(model)), weights(plain.model))
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "copied": copy.deepcopy,
+    "pickled": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_two_parameters_of_one_gradient(place: str, tmp_path: Path) -> None:
+    """Both add to it, and each step takes it as it is then."""
+
+    def loop(model: nn.Module, step: Callable[[], None]) -> None:
+        for number in range(3):
+            sum(passes_of(model, 1))
+            if number == 0:
+                model.get_parameter("blocks.1.up.bias").grad = model.get_parameter("blocks.0.up.bias").grad
+            step()
+
+    plain = Plain(0)
+
+    def plain_step() -> None:
+        held = [(p, p.grad) for p in plain.model.parameters()]
+        for p, gradient in held:
+            p.grad = None if gradient is None else gradient.clone()
+        plain.step()
+        for p, gradient in held:
+            p.grad = gradient
+
+    loop(plain.model, plain_step)
+    plain.flush()
+    model, optimizer = prepared(place, tmp_path, after=0, micro_batches=2)
+    loop(model, optimizer.step)
+    assert not differing(weights(overspill.close(model)), weights(plain.model))
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_copy_is_that_of_all_steps(how: str, place: str, tmp_path: Path) -> None:
+    model, optimizer = prepared(place, tmp_path, after=0)
+    sum(passes_of(model, 1))
+    optimizer.step()
+    optimizer.zero_grad()
+    copied = weights(COPIES[how](model))
+    assert not differing(copied, weights(model))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_zeros_that_are_kept_stay_zeros_whatever_is_added(
+    place: str, precision: str, paged: bool, tmp_path: Path
+) -> None:
+    """A plain step by zeros changes nothing, so both rules are one."""
+
+    def run(update: str) -> Any:
+        model = small.build()
+        keywords = {"precision": precision, "gpu": "64MiB", "host": "64MiB", "update": update, "delay_after": 0}
+        steps = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = overspill.prepare(model, steps, place=HOMES[place], nvme=tmp_path, **keywords)
+        sum(passes_of(model, 1))
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        found = sum(passes_of(model, 1)), overspill.grad(model.last.weight)
+        optimizer.step()
+        optimizer.zero_grad()
+        return [*found, *weights(overspill.close(model)).values()]
+
+    assert both.same(run("delayed"), run("lazy"))
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["nobody looks", "views are held"])

@@ -290,6 +290,21 @@ def test_states_that_are_larger_than_the_optimizer_makes_them(place, tmp_path: P
 
 
 @everywhere
+def test_states_that_cannot_be_taken_over(place, tmp_path: Path) -> None:
+    """Whatever goes wrong, the weights move out again."""
+    plain, model = small.build(), small.build()
+    steps, optimizer = adamw(plain), adamw(model)
+    train(plain, steps), train(model, optimizer)
+    kept = {p: optimizer.state.pop(p) for p in model.parameters()}
+    optimizer.state[model.last.weight] = 3
+    with pytest.raises(TypeError):
+        overspill.prepare(model, optimizer, place=place, nvme=tmp_path, precision="fp32")
+    optimizer.state.update(kept)
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert train(model, optimizer) == train(plain, steps)
+
+
+@everywhere
 def test_prepared_twice(place, tmp_path: Path) -> None:
     model, optimizer = prepare(place, tmp_path)
     with pytest.raises(StateError, match=r"expected a model that is not prepared, found 'embedding.weight' .*; close"):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
 
 import overspill
 from tests import small
@@ -345,6 +346,25 @@ def test_a_gradient_penalty(place, tmp_path: Path) -> None:
             (loss + 0.1 * sum(g.square().sum() for g in first)).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+    check(loop, place, tmp_path)
+
+
+@everywhere
+def test_backward_into_some_of_the_parameters(place, tmp_path: Path) -> None:
+    """As adversarial training does, with a recompute that uses weights on the way."""
+
+    def loop(model, optimizer):
+        found = []
+        for inputs in (list(model.blocks[1].parameters()), model.last.weight, dict(model.blocks.named_parameters())):
+            x = model.embedding(next(small.batches())["tokens"])
+            for block in model.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            model.last(x).square().mean().backward(inputs=inputs)
+            found.append(grads(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
 
     check(loop, place, tmp_path)
 

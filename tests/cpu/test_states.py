@@ -182,6 +182,25 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(states: s
 
 
 @pytest.mark.parametrize("states", FORMATS)
+def test_what_never_had_a_step_has_no_state_after_loading(states: str, tmp_path: Path) -> None:
+    """Whose first numbers torch's Adagrad gives as a whole number."""
+
+    def built(seed: int) -> Any:
+        model = small.build(seed)
+        model.unused = nn.Parameter(torch.ones(7, 5))
+        steps = torch.optim.Adagrad(model.parameters(), lr=1e-2)
+        return overspill.prepare(model, steps, nvme=tmp_path, place=PLACES["host"], states=states, micro_batches=2)
+
+    model, optimizer = built(0)
+    train(model, optimizer, small.batches(), RECIPE, small.loss_of)
+    overspill.save(tmp_path / "checkpoint", model, optimizer)
+    again, other = built(1)
+    overspill.load(tmp_path / "checkpoint", again, other)
+    assert differing(everything(again, other), everything(model, optimizer)) == []
+    assert not overspill.state(again.unused)
+
+
+@pytest.mark.parametrize("states", FORMATS)
 def test_states_close_to_exact_ones(states: str, tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPE, steps=60, micro_batches=1)
     exact, _ = trained(*overspill.prepare(*made(), nvme=tmp_path, place=PLACES["device"]), recipe)
