@@ -116,13 +116,21 @@ def _toward_(a: Tensor, b: Tensor, weight: float) -> None:
         _fused_(a.copy_(b), way, weight - 1)
 
 
-def need_field(field: str, fields: Sequence[Tensor], count: int) -> None:
+def need_field(field: str, fields: Sequence[object], count: int) -> None:
     """Refuse hyperparameters that ask for more than is kept."""
     if len(fields) < count:
         raise ModelError(
             f"expected an optimizer that keeps what it kept at prepare, found that it wants {field!r} now; set such "
             "hyperparameters before prepare, or close the model and prepare it anew"
         )
+
+
+def check_fields(rule: Rule, h: Hypers) -> None:
+    """As `need_field`, of all that a rule may be asked for."""
+    if rule.name == "adam" and h["amsgrad"]:
+        need_field("max_exp_avg_sq", rule.fields, 3)
+    if rule.name == "sgd" and h["momentum"]:
+        need_field("momentum_buffer", rule.fields, 1)
 
 
 def _adam(p: Tensor, g: Tensor, fields: Sequence[Tensor], h: Hypers, step: int, root_of: Root = torch_root) -> int:

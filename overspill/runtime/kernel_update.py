@@ -1,5 +1,6 @@
 """Updates by our own rules, on pieces of flat memory, by whoever is fastest: kernels/executors.py."""
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from overspill.errors import ModelError
 from overspill.kernels import codecs, cpu
 from overspill.kernels.elements import Elements
 from overspill.kernels.executors import Executor, executor_for
-from overspill.kernels.reference import Rule
+from overspill.kernels.reference import Rule, check_fields
 from overspill.runtime.addressing import Addressing
 from overspill.runtime.collect import Collector
 from overspill.runtime.generation import as_flat
@@ -33,6 +34,7 @@ class KernelUpdate:
         self, rule: Rule, units: Sequence[Unit], pages: Pages, masters: Masters, collector: Collector | None
     ) -> None:
         self._rule = rule
+        self.check_step = functools.partial(check_fields, rule)
         formats = {page.format.name for unit in pages.model.units for page in unit.pages}
         self._executors = {format: executor_for(rule, pages.device, format) for format in sorted(formats)}
         self._collector = collector if collector is not None and collector.divided else None

@@ -42,6 +42,9 @@ class OwnUpdate:
         self.check = self._states.check
         self.write = self._states.write
 
+    def check_step(self, hypers: Mapping[str, Any]) -> None:
+        """Only the optimizer itself knows."""
+
     def due(self, unit: int, params: Sequence[int], count: int = 1) -> None:
         """The optimizer counts its steps itself."""
 

@@ -37,8 +37,10 @@ class Steps:
     def jobs(self, groups: Iterable[dict[str, Any]], but: frozenset[int] = frozenset()) -> Jobs:
         """What a step asks of each unit, without some."""
         jobs: Jobs = {}
-        for group in groups:
-            hypers = snapshot(group)
+        taken = [(group, snapshot(group)) for group in groups]
+        for _, hypers in taken:
+            self._parts.made.update.check_step(hypers)
+        for group, hypers in taken:
             with torch._C.DisableTorchFunctionSubclass():
                 found = self._due(group["params"], but)
             for unit, due in found.items():

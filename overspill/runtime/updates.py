@@ -138,6 +138,9 @@ class Update(Protocol):
     fields: tuple[str, ...] | None
     """The only tensors that a state can have; None: any."""
 
+    def check_step(self, hypers: Mapping[str, Any]) -> None:
+        """Refuse hyperparameters with which an update would be refused in the middle of others."""
+
     def due(self, unit: int, params: Sequence[int], count: int = 1) -> None:
         """A step was taken for these parameters; -1: the last one was not."""
 

@@ -654,3 +654,29 @@ def test_other_tensors_may_stand_in_for_parameters_in_a_call_only() -> None:
     model[1] = nn.Linear(2, 2)
     with pytest.raises(ModelError, match="1 replaced"):
         watch.check(call=True)
+
+
+@pytest.mark.parametrize("update", ["lazy", "delayed"])
+@pytest.mark.parametrize("name", ["amsgrad", "momentum"])
+def test_a_step_that_would_need_more_states(name: str, update: str, tmp_path: Path) -> None:
+    """Refused before it takes anything: with the old value it goes on."""
+
+    def run(refused_at: int) -> Any:
+        model = small.build()
+        kind = torch.optim.AdamW if name == "amsgrad" else torch.optim.SGD
+        keywords: Any = {"update": update, "delay_after": 2, "gpu": GPU, "host": HOST, "place": AWAY}
+        model, optimizer = overspill.prepare(model, kind(model.parameters(), lr=1e-2), nvme=tmp_path, **keywords)
+        (group,) = optimizer.param_groups
+        for step, loss in enumerate(loss for _ in range(5) for loss in losses(model, 1)):
+            loss.backward()
+            if step == refused_at:
+                old, group[name] = group[name], 1
+                with pytest.raises(ModelError, match="that it wants") as caught:
+                    optimizer.step()
+                assert THREE_PARTS.search(str(caught.value))
+                group[name] = old
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(overspill.close(model))
+
+    assert differing(run(refused_at=3), run(refused_at=-1)) == []
