@@ -38,7 +38,8 @@ class Loads:
         if missing is not self._missing:
             self._missing, self._errors, self._first = missing, errors, module
             self._before = self._executor.mixed.get(WEIGHTS)
-        elif self._latest._buffers:
+        elif self._latest._buffers or self._latest._parameters:
+            # Of parameters that are open nothing else is heard.
             self.changing()
         self._latest = module
 
