@@ -10,13 +10,13 @@ first change on the model counts as mixed, for all but those whom the load itsel
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from torch import nn
 
 from overspill.runtime.executor import WEIGHTS, Executor, Mixed
-from overspill.runtime.turns import inside
 
-LOAD = frozenset({nn.Module.load_state_dict.__code__})
+LOAD = nn.Module.load_state_dict.__code__
 
 
 class Loads:
@@ -68,7 +68,13 @@ class Loads:
         )
 
     def _running(self) -> bool:
-        return inside(sys._getframe(), LOAD)
+        """Whether the caller is that call, and not the load of another model, which may read this one's parameters."""
+        frame: FrameType | None = sys._getframe() if self._missing is not None else None
+        while frame is not None:
+            if frame.f_code is LOAD and any(value is self._missing for value in frame.f_locals.values()):
+                return True
+            frame = frame.f_back
+        return False
 
 
 @contextmanager

@@ -69,6 +69,26 @@ def test_nobody_goes_on_with_half_a_state_dict(error: type[BaseException], place
     overspill.close(model)
 
 
+@everywhere
+def test_a_load_of_another_model_is_none_of_this_one(place: Any, tmp_path: Path) -> None:
+    """It may read this one's parameters, which says nothing of loads that broke off, and is refused after one."""
+    model, _ = prepare(place, tmp_path)
+    values, other = others(model), small.build()
+
+    def refuse(*_: object) -> None:
+        raise ValueError("another version")
+
+    handle = model.register_load_state_dict_pre_hook(refuse)
+    with pytest.raises(ValueError, match="another version"):
+        model.load_state_dict(values)
+    handle.remove()
+    other.load_state_dict(dict(model.named_parameters()), strict=False)
+    assert differing(weights(model), weights(other)) == []
+    breaks_off(model, values)
+    with pytest.raises(RuntimeError, match="expected a whole model"):
+        other.load_state_dict(dict(model.named_parameters()), strict=False)
+
+
 class Normed(nn.Module):
     """Blocks with buffers, or without."""
 
