@@ -22,8 +22,9 @@ LOAD = nn.Module.load_state_dict.__code__
 class Loads:
     """Hears of loads by hooks of every module; see Note [Half a state dict]."""
 
-    def __init__(self, model: nn.Module, executor: Executor) -> None:
+    def __init__(self, model: nn.Module, executor: Executor, look: Callable[[], object]) -> None:
         self._model = model
+        self._look = look
         self._executor = executor
         executor.reloads = self._running
         self._missing: list[str] | None = None
@@ -38,6 +39,8 @@ class Loads:
         if missing is not self._missing:
             self._missing, self._errors, self._first = missing, errors, module
             self._before = self._executor.mixed.get(WEIGHTS)
+            # Updates that are kept for later belong to what the model has now, not to what is loaded.
+            self._look()
         elif self._latest._buffers or self._latest._parameters:
             # Of parameters that are open nothing else is heard.
             self.changing()
