@@ -105,6 +105,8 @@ def prepare(
         # Over ranks all come to what we refuse; of anything else the others may know nothing, and closing takes all.
         if comm is None or isinstance(error, OverspillError):
             engine.close()
+        else:
+            comm.close()
         raise
     _prepared[model] = (weakref.ref(engine), weakref.ref(prepared))
     model.no_sync = _NoSync(prepared)  # type: ignore[assignment]
