@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.config import NvmeOption, Size, options, parse_path
-from overspill.errors import OptionError, StateError
+from overspill.errors import OptionError, OverspillError, StateError
 from overspill.plan.plan import Plan
 from overspill.planning import Ground, make_plan
 from overspill.replanning import CurrentPlan, watch
@@ -101,8 +101,12 @@ def prepare(
     watch(engine, held, (chosen, ground))
     try:
         prepared = SpilledOptimizer(optimizer, engine, lambda: _report(engine, held.plan))
-    except BaseException:
-        engine.close()
+    except BaseException as error:
+        # Over ranks all come to what we refuse; of anything else the others may know nothing, and closing takes all.
+        if comm is None or isinstance(error, OverspillError):
+            engine.close()
+        else:
+            comm.close()
         raise
     _prepared[model] = (weakref.ref(engine), weakref.ref(prepared))
     model.no_sync = _NoSync(prepared)  # type: ignore[assignment]

@@ -7,6 +7,7 @@ a long traceback, aborts, or goes on as if nothing had been.
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -18,9 +19,11 @@ NAME = "overspill"
 @contextmanager
 def ending_at_once() -> Iterator[None]:
     """While a command is imported, Ctrl-C ends the process: there is nothing to tidy up. Nothing changes in any other
-    process, and where somebody has a handler of their own."""
+    process, in other threads (Python has signals for the main one only), and where somebody has a handler of their
+    own."""
     is_command = Path((*sys.argv, "")[0]).name == NAME or ("-m", NAME) in pairwise(sys.orig_argv)
-    if not is_command or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_command or not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     signal.signal(signal.SIGINT, _end)

@@ -318,16 +318,17 @@ def _file_system(lines: list[Line]) -> int:
 
 def _tier_too_small(plan: Plan, tier: TierName, limit: int, ranks: int) -> BudgetError:
     peak = plan.peak(tier)
-    cure = f"set {_host(peak, ranks)}" if tier == "host" else "give nvme= a path with that much room"
+    cure = "set host= to at least" if tier == "host" else "give nvme= a path with room for"
     return BudgetError(
-        f"expected at least {human(peak)} ({peak} bytes) of {tier} memory, found a budget of {human(limit)}; {cure}",
+        f"expected at least {human(peak)} ({peak} bytes) of {tier} memory, found a budget of {human(limit)}; {cure} "
+        + _of_all(peak, ranks),
         peak,
     )
 
 
-def _host(each: int, ranks: int) -> str:
-    """What host= must be for every rank of a machine to have so much."""
-    found = f"host= to at least {human(each * ranks)} ({each * ranks} bytes)"
+def _of_all(each: int, ranks: int) -> str:
+    """What must be said of host= or nvme= for every rank of a machine to have so much."""
+    found = f"{human(each * ranks)} ({each * ranks} bytes)"
     return found if ranks == 1 else f"{found}, of which {ranks} ranks have {human(each)} each"
 
 
@@ -357,7 +358,7 @@ def _too_little_elsewhere(request: Request, room: int) -> BudgetError:
     where = "or give nvme= a path on a fast disk" if not budget.nvme else "or give nvme= more room"
     return BudgetError(
         f"expected room for {human(total)} of weights, gradients and states, found {human(max(room, 0))} on the "
-        f"device, {human(budget.host)} of host memory and {human(budget.nvme)} on nvme; set "
-        f"{_host(high, request.locals)}, {where}",
+        f"device, {human(budget.host)} of host memory and {human(budget.nvme)} on nvme; set host= to "
+        f"at least {_of_all(high, request.locals)}, {where}",
         high,
     )

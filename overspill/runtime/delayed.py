@@ -6,7 +6,7 @@ until the next forward pass needs them. So it is not waited for until then, thou
 of all: that is known since `step()`. A forward pass sees all updates but the last one. Gradients of two steps are kept
 at a time. Where a step is skipped, by `zero_grad()` after a backward pass, updates that began in that pass go on, and
 so all that was kept is applied: how many had begun is chance. Whatever looks at the model from outside (an evaluation,
-a copy, a checkpoint, a state dict) sees all updates; training goes on from there.
+a copy, a checkpoint, a state dict that is made or loaded) sees all updates; training goes on from there.
 """
 
 from collections.abc import Callable, Iterable, Sequence

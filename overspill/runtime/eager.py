@@ -129,6 +129,13 @@ class Eager:
         return False
 
     def exchange(self, jobs: Jobs) -> Jobs:
+        """Not before here: a step that is refused has not come, and what has begun still belongs to it."""
+        for begun in self._taken.values():
+            for _, generation in begun.gradients:
+                generation.spent = False
+        self._taken.clear()
+        self._waiting.clear()
+        self._arrivals.forget()
         return jobs
 
     def flush(self) -> Jobs:
@@ -154,11 +161,4 @@ class Eager:
                     self._taken.clear()
                     self._spoil(error)
                     raise error
-        for begun in self._taken.values():
-            for _, generation in begun.gradients:
-                generation.spent = False
-        taken = frozenset(self._taken)
-        self._taken.clear()
-        self._waiting.clear()
-        self._arrivals.forget()
-        return taken
+        return frozenset(self._taken)

@@ -242,7 +242,9 @@ class Engine:
             with self.residency.all_open():
                 yield
         finally:
-            self.settle()
+            # Not what a load left that broke off: its own error says what happened.
+            if not self.executor.mixed:
+                self.settle()
 
     def close(self) -> None:
         """Give a plain model back: weights on the devices they came from, gradients in `p.grad`."""

@@ -12,7 +12,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from overspill.errors import StateError
-from overspill.program import Event, Key, Kind, Lane, Op, Program, State, react, start
+from overspill.program import Event, Key, Kind, Lane, Mark, Op, Program, State, react, start
 from overspill.runtime.lanes import Lanes, Ticket, Tickets, Work
 from overspill.runtime.ranks import Ranks
 
@@ -89,7 +89,7 @@ class Executor:
     def __call__(self, event: Event) -> None:
         # Autograd may run the nodes of one backward pass in two threads: those on the GPU and those on the CPU.
         with self.lock:
-            self._check()
+            self._check(event)
             resting = not self.state.training
             state, ops = react(self.program, self.state, event)
             while self.ranks is not None and (offer := self.ranks.points(ops)):
@@ -106,10 +106,10 @@ class Executor:
     def join(self, event: Event) -> None:
         """React to an event that all ranks agreed on."""
         with self.lock:
-            self._check()
+            self._check(event)
             self._fold(*react(self.program, self.state, event))
 
-    def _check(self) -> None:
+    def _check(self, event: Event) -> None:
         if os.getpid() != self._pid:
             raise StateError(
                 "expected a prepared model to be used in the process that prepared it, found a forked one, which has "
@@ -120,7 +120,8 @@ class Executor:
                 f"expected an engine that runs, found that it stopped at an earlier error ({self._failed!r}), perhaps "
                 f"with some of its weights updated and some not; {ANEW}"
             )
-        if self.mixed and not self.reloads():
+        # What was written until then is no use of it, and what is whole of it stays when the rest is loaded.
+        if self.mixed and not isinstance(event, Mark) and not self.reloads():
             found = next(iter(self.mixed.values())).found
             raise StateError(f"expected a whole model, found {found}; load a whole checkpoint or state dict, or {ANEW}")
 

@@ -29,7 +29,7 @@ class Early(Protocol):
         """Gradients are dropped, perhaps without a step. Whether what is kept of earlier steps is due with that."""
 
     def exchange(self, jobs: Jobs) -> Jobs:
-        """What a step takes; what is due now instead."""
+        """What a step takes, which is not refused any more; what is due now instead."""
 
     def flush(self) -> Jobs:
         """What is kept of earlier steps is due now."""

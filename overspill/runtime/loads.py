@@ -10,20 +10,21 @@ first change on the model counts as mixed, for all but those whom the load itsel
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from torch import nn
 
 from overspill.runtime.executor import WEIGHTS, Executor, Mixed
-from overspill.runtime.turns import inside
 
-LOAD = frozenset({nn.Module.load_state_dict.__code__})
+LOAD = nn.Module.load_state_dict.__code__
 
 
 class Loads:
     """Hears of loads by hooks of every module; see Note [Half a state dict]."""
 
-    def __init__(self, model: nn.Module, executor: Executor) -> None:
+    def __init__(self, model: nn.Module, executor: Executor, look: Callable[[], object]) -> None:
         self._model = model
+        self._look = look
         self._executor = executor
         executor.reloads = self._running
         self._missing: list[str] | None = None
@@ -38,7 +39,10 @@ class Loads:
         if missing is not self._missing:
             self._missing, self._errors, self._first = missing, errors, module
             self._before = self._executor.mixed.get(WEIGHTS)
-        elif self._latest._buffers:
+            # Updates that are kept for later belong to what the model has now, not to what is loaded.
+            self._look()
+        elif self._latest._buffers or self._latest._parameters:
+            # Of parameters that are open nothing else is heard.
             self.changing()
         self._latest = module
 
@@ -67,7 +71,13 @@ class Loads:
         )
 
     def _running(self) -> bool:
-        return inside(sys._getframe(), LOAD)
+        """Whether the caller is that call, and not the load of another model, which may read this one's parameters."""
+        frame: FrameType | None = sys._getframe() if self._missing is not None else None
+        while frame is not None:
+            if frame.f_code is LOAD and any(value is self._missing for value in frame.f_locals.values()):
+                return True
+            frame = frame.f_back
+        return False
 
 
 @contextmanager

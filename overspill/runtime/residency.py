@@ -56,7 +56,7 @@ class Residency:
         """What the running backward node, or the last one, asked for."""
         self.turns = Turns(self._depth, self._recorder, parts.made.executor.lanes.device)
         self.copies = Copies(self, parts)
-        self.loads = Loads(model, parts.executor)
+        self.loads = Loads(model, parts.executor, lambda: self.look())
         self.check_use: Callable[[tuple[int, ...]], None] = lambda units: None
         """Refuses uses of units that may not be used now. Not by autograd, which looks itself whether weights are as
         they were in the forward pass."""

@@ -51,7 +51,7 @@ class Turns:
         me = threading.get_ident()
         if me == self._last or _of_torch():
             return
-        if inside(sys._current_frames().get(self._last), BACKWARD | (CALL if any(self._depths) else frozenset())):
+        if _inside(sys._current_frames().get(self._last), BACKWARD | (CALL if any(self._depths) else frozenset())):
             raise StateError(
                 "expected one thread at a time to use a prepared model, found another one in the middle of a forward "
                 "or backward pass; let threads take turns, or hand copies (model.state_dict()) to the others"
@@ -76,7 +76,7 @@ def _of_torch() -> bool:
     return torch._C._current_graph_task_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
 
 
-def inside(frame: FrameType | None, codes: frozenset[CodeType]) -> bool:
+def _inside(frame: FrameType | None, codes: frozenset[CodeType]) -> bool:
     while frame is not None:
         if frame.f_code in codes:
             return True

@@ -13,7 +13,7 @@ from torch import nn
 
 import overspill
 from overspill import replanning
-from overspill.errors import BudgetError, OptionError, StateError
+from overspill.errors import BudgetError, ModelError, OptionError, StateError
 from overspill.plan import solver
 from overspill.program import Kind
 from overspill.runtime import parts, rooms
@@ -308,6 +308,33 @@ def test_changes_of_gradients_are_refused_and_nothing_is_lost(change: str, paged
         optimizer.step()
         optimizer.zero_grad()
     check((found, weights(overspill.close(model))), expected)
+
+
+@pytest.mark.parametrize("why", ["hyperparameters", "a frozen parameter's gradient"])
+def test_what_has_begun_belongs_to_the_step_after_one_that_is_refused(why: str, paged: bool, tmp_path: Path) -> None:
+    def run(refused: bool) -> dict[str, torch.Tensor]:
+        model: Any = small.build()
+        model.last.requires_grad_(False)
+        block = list(model.blocks[3].parameters())
+        groups = [{"params": [p for p in model.parameters() if all(p is not q for q in block)]}, {"params": block}]
+        optimizer: Any = torch.optim.AdamW(groups, lr=1e-2)
+        keywords: Any = {"gpu": "64MiB", "host": "64MiB", "place": HOMES["host"], "nvme": tmp_path, "micro_batches": 2}
+        model, optimizer = overspill.prepare(model, optimizer, update="eager", **keywords)
+        for _ in range(3):
+            # The step itself takes what the user's own gradient keeps from beginning earlier.
+            model.blocks[3].scale.grad = torch.zeros_like(model.blocks[3].scale)
+            list(passes_of(model, 1))
+            if refused:
+                optimizer.param_groups[1]["amsgrad"] = why == "hyperparameters"
+                model.last.weight.grad = None if why == "hyperparameters" else torch.zeros(small.WIDTH)
+                with pytest.raises(ModelError, match="expected"):
+                    optimizer.step()
+                optimizer.param_groups[1]["amsgrad"], model.last.weight.grad = False, None
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(overspill.close(model))
+
+    assert not differing(run(True), run(False))
 
 
 def test_a_second_backward_is_refused(tmp_path: Path) -> None:

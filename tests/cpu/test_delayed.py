@@ -265,6 +265,17 @@ def test_a_copy_is_that_of_all_steps(how: str, place: str, tmp_path: Path) -> No
     assert not differing(copied, weights(model))
 
 
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_what_is_loaded_is_not_updated_by_steps_before(place: str, tmp_path: Path) -> None:
+    model, optimizer = prepared(place, tmp_path, after=0)
+    loaded = {name: value + 1 for name, value in model.state_dict().items()}
+    sum(passes_of(model, 1))
+    optimizer.step()
+    optimizer.zero_grad()
+    model.load_state_dict(loaded)
+    assert not differing(dict(model.state_dict()), loaded)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_zeros_that_are_kept_stay_zeros_whatever_is_added(

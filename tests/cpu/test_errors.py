@@ -183,7 +183,7 @@ def test_nvme_paths_are_looked_at_where_nothing_goes_there(tmp_path: Path) -> No
 
 
 def test_nvme_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused(BudgetError, "of nvme memory, found a budget of .* that much room", nvme={tmp_path: "8KiB"}, place=AWAY)
+    refused(BudgetError, "of nvme memory, found a budget of .* room for", nvme={tmp_path: "8KiB"}, place=AWAY)
     monkeypatch.setattr("overspill.tiers.nvme.disk_free", lambda _: 8192)
     refused(TierError, r"found 8192: .*; free \d+ bytes, raise the limits, or add a path", nvme=tmp_path, place=AWAY)
     assert list(tmp_path.iterdir()) == []

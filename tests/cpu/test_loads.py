@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import overspill
 from overspill.errors import ModelError, StateError
+from overspill.runtime.door import Closed
 from tests import small
 from tests.both import AWAY, adamw, everywhere, prepare, train
 from tests.reference import differing, weights
@@ -65,6 +67,64 @@ def test_nobody_goes_on_with_half_a_state_dict(error: type[BaseException], place
     model.load_state_dict(before)
     train(model, optimizer, 1)
     overspill.close(model)
+
+
+@everywhere
+def test_a_load_of_another_model_is_none_of_this_one(place: Any, tmp_path: Path) -> None:
+    """It may read this one's parameters, which says nothing of loads that broke off, and is refused after one."""
+    model, _ = prepare(place, tmp_path)
+    values, other = others(model), small.build()
+
+    def refuse(*_: object) -> None:
+        raise ValueError("another version")
+
+    handle = model.register_load_state_dict_pre_hook(refuse)
+    with pytest.raises(ValueError, match="another version"):
+        model.load_state_dict(values)
+    handle.remove()
+    other.load_state_dict(dict(model.named_parameters()), strict=False)
+    assert differing(weights(model), weights(other)) == []
+    breaks_off(model, values)
+    with pytest.raises(RuntimeError, match="expected a whole model"):
+        other.load_state_dict(dict(model.named_parameters()), strict=False)
+
+
+class Normed(nn.Module):
+    """Blocks with buffers, or without."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), norm(8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_a_load_that_breaks_off_while_all_is_open(norm: Any, tmp_path: Path) -> None:
+    """Its own error comes out, all is closed again, and what was written before counts."""
+    model: Any = Normed(norm)
+    model, _ = overspill.prepare(model, adamw(model), precision="fp32", place=AWAY, nvme=tmp_path)
+    expected = {**others(model), "scale": torch.full((8,), 7.0)}
+
+    def stop(*_: object) -> None:
+        raise Broken
+
+    handle = model.blocks[2].register_load_state_dict_pre_hook(stop)
+    with pytest.raises(Broken), overspill.full(model), torch.no_grad():
+        model.scale.fill_(7)
+        model.blocks.load_state_dict(part(expected, "blocks."))
+    handle.remove()
+    assert all(isinstance(p, Closed) for p in model.parameters())
+    with pytest.raises(StateError, match=MIXED):
+        model(torch.randn(4, 8))
+    model.blocks.load_state_dict(part(expected, "blocks."))
+    overspill.close(model)
+    assert differing(dict(model.state_dict()), expected) == []
 
 
 def test_only_a_load_of_the_same_makes_it_whole(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from overspill.cli.checkpoints import Checkpoints, newest_run
 from overspill.cli.settings import FineTune, check_same, resolve_resumed
 from overspill.cli.signals import Interruption
 from overspill.errors import OptionError
+from overspill.interrupts import ending_at_once
 from overspill.report.run import RunFolder
 from tests.commands import apart, here, log_of, weights_of
 from tests.folders import TEXT, make_llama
@@ -241,6 +243,16 @@ def test_ctrl_c_while_a_command_is_imported(started: list[str], code: int, said:
         _, error = process.communicate(timeout=60)
     assert process.returncode == code
     assert "KeyboardInterrupt" in error if said is None else error == said
+
+
+def test_a_command_may_be_imported_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["overspill"])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(ending_at_once().__enter__).result()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_signals_are_what_they_were_afterwards() -> None:

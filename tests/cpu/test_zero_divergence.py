@@ -235,6 +235,28 @@ def test_a_backward_that_broke_off_on_one_rank_is_told_on_all(zero: int) -> None
         assert "rank 0 at optimizer.step()" in found, found
 
 
+def interrupted_at_the_end_of_prepare() -> None:
+    """The other rank, which is prepared, does not use its model."""
+    dist.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as nvme, pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(overspill.api, "SpilledOptimizer", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                prepared(Case(2, "host"), nvme)
+        else:
+            prepared(Case(2, "host"), nvme)
+        dist.barrier()
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_fails_on_one_rank_only_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERSPILL_TIMEOUT", "20")
+    run(interrupted_at_the_end_of_prepare, 2)
+
+
 # ---- ranks that die
 
 

@@ -294,3 +294,14 @@ def test_host_memory_that_is_asked_for_is_that_of_all_ranks_of_a_machine() -> No
     least = re.search(r"host= to at least .*? \((\d+) bytes\)", str(refused.value))
     assert least is not None
     overspill.plan(model, optimizer, host=int(least[1]), **asked)
+
+
+def test_room_on_a_disk_that_is_asked_for_is_that_of_all_ranks_of_a_machine(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    place = {"weight": "device", "grad": "device", "state": "nvme"}
+    optimizer, asked = torch.optim.AdamW(model.parameters()), {"zero": 2, "world": 4, "place": place, "host": "1GiB"}
+    with pytest.raises(BudgetError, match="of which 4 ranks have") as refused:
+        overspill.plan(model, optimizer, nvme={str(tmp_path): "64KiB"}, **asked)
+    least = re.search(r"nvme= a path with room for .*? \((\d+) bytes\)", str(refused.value))
+    assert least is not None
+    overspill.plan(model, optimizer, nvme={str(tmp_path): int(least[1])}, **asked)
