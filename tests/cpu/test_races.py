@@ -171,8 +171,6 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("passes", [1, 2])
 def test_memory_belongs_to_a_stream(homes: str, update: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Branches of the model: what one of them waited for is let go, and the memory is another one's."""
-    if passes > 1 and update == "delayed":
-        return
     with simulated(monkeypatch) as gpu:
         model, optimizer = prepared(Branches(gpu), homes, 0, update=update, micro_batches=passes)
 
