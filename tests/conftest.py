@@ -3,12 +3,16 @@
 Files go to workers whole (`--dist loadfile`), and those that take longest begin first, so that none is left alone at
 the end."""
 
+import signal
 import sys
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Of a shell's background job, whose processes would ignore Ctrl-C as well.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = (
     "zero_parity zero_memory zero_models zero_races large zero_habits zero_saving train_ranks zero_bytes "

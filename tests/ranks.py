@@ -13,6 +13,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -59,9 +60,11 @@ def run_raw(function: Callable[..., Any], size: int, *args: Any, timeout: float 
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Not one that the system may give to whoever connects next."""
+    while True:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", random.randrange(10000, 32768)))
+            return int(listener.getsockname()[1])
 
 
 OWN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST")
