@@ -14,7 +14,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo native test test-all test-gpu soak lint format clean
+.PHONY: help demo native test test-all test-interpreted test-gpu soak lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -27,8 +27,11 @@ demo: $(VENV)/.stamp-demo  ## train the demo model
 test: $(VENV)/.stamp-test  ## the tests of every change, on the CPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests
 
-test-all: $(VENV)/.stamp-test  ## also the long tests
+test-all: test-interpreted $(VENV)/.stamp-test  ## also the long tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu" tests
+
+test-interpreted: $(VENV)/.stamp-test $(VENV)/.stamp-triton  ## the GPU's kernels on the CPU, by Triton's interpreter
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m interpreted tests/gpu
 
 # What installing does too.
 native:  ## build the native kernels where they are

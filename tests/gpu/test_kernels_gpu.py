@@ -6,8 +6,9 @@ from torch import Tensor, nn
 
 from overspill.kernels import masters
 from overspill.kernels.elements import Elements
-from overspill.kernels.reference import rule_of
+from overspill.kernels.reference import ieee_root, rule_of
 from tests.cpu.test_kernels import ADAM, SGD
+from tests.gpu.where import DEVICE, fewer, kernels
 from tests.reference import same_bits
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +25,7 @@ def numbers(seed: int, dtype: torch.dtype, count: int = COUNTS[0]) -> Tensor:
     made = torch.Generator().manual_seed(seed)
     values = torch.randn(count, generator=made) * 10.0 ** torch.randint(-12, 3, (count,), generator=made)
     values[::997], values[1::9973], values[2::9973], values[3::9973] = 0.0, float("inf"), float("nan"), 1e-42
-    return values.to(dtype).cuda()
+    return values.to(dtype).to(DEVICE)
 
 
 def pair(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -36,28 +37,29 @@ def pair(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return weight, kept
 
 
+@kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("factors", [0, 1, 2])
 def test_the_bits_of_the_reference(dtype: torch.dtype, factors: int) -> None:
     from overspill.kernels import gpu
 
-    count = COUNTS[factors]
+    count = fewer(COUNTS[factors])
     for kind, settings in SETTINGS:
         optimizer = kind([nn.Parameter(torch.zeros(1))], lr=3e-3, **settings)
         rule, hypers = rule_of(optimizer), optimizer.param_groups[0]
         assert rule is not None
         weight, kept = pair(numbers(0, torch.float32, count), dtype)
         ours, own_kept = weight.clone(), None if kept is None else kept.clone()
-        fields = [torch.full((count,), float(rule.initial), device="cuda") for _ in rule.fields]
+        fields = [torch.full((count,), float(rule.initial), device=DEVICE) for _ in rule.fields]
         own_fields = [f.clone() for f in fields]
         for step in range(1, 4):
             gradient = numbers(step, dtype if step < 3 else torch.float32, count)
-            by = [torch.tensor(x, device="cuda") for x in (2.0**-4, 0.3)[:factors]]
+            by = [torch.tensor(x, device=DEVICE) for x in (2.0**-4, 0.3)[:factors]]
             wide = gradient.float() if gradient.dtype != torch.float32 else gradient.clone()
             for factor in by:
                 wide.mul_(factor)
             master = weight if kept is None else masters.join(weight, kept)
-            rule.apply(master, wide, fields, hypers, step)
+            rule.apply(master, wide, fields, hypers, step, ieee_root)
             if kept is not None:
                 masters.split(master, weight, kept)
             gpu.RULES[rule.name](Elements(ours, own_kept, gradient, by, own_fields), hypers, step)
