@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import overspill
-from overspill import planning
+from overspill import measured
 from overspill.bench import models, timing, worker
 from overspill.bench.configurations import parse
 from overspill.bench.engines import OURS
@@ -188,7 +188,7 @@ def main() -> None:
     for given in asked.set:
         set_value(given)
     if asked.cores:
-        planning.choose = lambda speeds, sizes: Chosen(asked.cores, "as told")
+        measured.choose = lambda speeds, sizes: Chosen(asked.cores, "as told")
     device, ours = compute_device(), parse(asked.ours, {})
     clip = 1.0 if ours.clip is None else ours.clip
     work = {"seq": asked.seq, "micro_batch": asked.micro_batch, "clip": clip}

@@ -123,15 +123,17 @@ def plan(
 ) -> Plan:
     """What `prepare` with the same keywords would do. Allocates nothing and needs no GPU.
 
-    `machine` stands in for this one: {"device": bytes, "host": bytes}; the "auto" budgets are shares of it.
+    `machine` stands in for this one: {"device": bytes, "host": bytes}; the "auto" budgets are shares of it. For the
+    step's time to be predicted, also {"link": bytes per second, both ways together, "disk": bytes per second}.
     """
     if not isinstance(world, int) or isinstance(world, bool) or world < 1:
         raise OptionError(f"expected world= as the number of processes, from 1, found {world!r}")
     tiers = {"device", "host"}
-    if machine is not None and (not isinstance(machine, Mapping) or not machine.keys() >= tiers):
+    rates = {"link", "disk"}
+    if machine is not None and (not isinstance(machine, Mapping) or not tiers <= machine.keys() <= tiers | rates):
         raise OptionError(
-            f'expected machine= as {{"device": bytes, "host": bytes}}, found {machine!r}; say both, or leave it '
-            "out for this machine"
+            f'expected machine= as {{"device": bytes, "host": bytes}}, found {machine!r}; say both (and "link" and '
+            '"disk", in bytes per second, if they are known), or leave it out for this machine'
         )
     chosen = options(keywords)
     check_trainable(model, optimizer, chosen)
@@ -296,6 +298,7 @@ def _report(engine: Engine, made: Plan) -> dict[str, Any]:
         "bytes": homes,
         "peak": made.peaks,
         "plan": made,
+        "passing_seconds": None if made.times is None else made.times.passing,
         "measured": engine.measures.peaks(),
         "loss_scale": scale["value"],
         "skipped": scale["skipped"],

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from overspill import cgroups
 from overspill.config import FORMATS, Options, parse_nvme, parse_size
 from overspill.errors import BudgetError, OptionError, OverspillError, RankError, TierError
-from overspill.kernels.cpu import How
 from overspill.kernels.masters import KEPT
 from overspill.kernels.reference import Rule, rule_of
-from overspill.plan.hands import STREAMED, Chosen, Speeds, choose, rate_of_cores, sizes_of
+from overspill.measured import Measured
+from overspill.plan.hands import Chosen
 from overspill.plan.memory import Request
 from overspill.plan.plan import Plan
 from overspill.plan.solver import finish, improve, page_sizes, solve
@@ -35,7 +34,6 @@ from overspill.specs import (
     Role,
     Sharding,
     StateFormat,
-    cores_used,
     human,
 )
 from overspill.tiers import check_folder, device_available, disk_free, host_available
@@ -300,27 +298,21 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
     ground, budget, page = where
     dtypes, place = _dtypes(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
     cpu, paged = ground.device.type == "cpu", ground.device.type in parts.PAGED
-    request = Request(laid_out.spec, budget, dtypes, page, chosen.micro_batches, place)
-    return dataclasses.replace(
-        request, copied_norms=cpu, paged=paged, chosen=_hands(laid_out.spec, ground), locals=ground.locals
+    known = Measured(ground.device.type, ground.machine, ground.locals)
+    return Request(
+        laid_out.spec,
+        budget,
+        dtypes,
+        page,
+        chosen.micro_batches,
+        place,
+        copied_norms=cpu,
+        paged=paged,
+        chosen=known.hands(laid_out.spec),
+        pace=known.pace(),
+        spread=chosen.update != "lazy",
+        locals=ground.locals,
     )
-
-
-def _hands(model: ModelSpec, ground: Ground) -> Chosen:
-    """Who is to update states in host memory. The native library has no fp16, and fp32 is the optimizer's own."""
-    sizes, ours = sizes_of(model), model.format.fields is not None and model.format.master == torch.int16
-    # Looked for last: where the library is not needed, nobody shall be told that there is none.
-    if ground.device.type not in parts.CORES or not ours or sizes is None or (how := How.best()) is None:
-        return STREAMED
-    from overspill.tiers.known import by_format, known_rates
-
-    known = known_rates() if ground.machine is None else None
-    cores = rate_of_cores(model, by_format(known)) if known is not None else None
-    if known is None or known.both is None or known.dram is None or cores is None:
-        return choose(None, sizes)
-    # Measured with all cores and memory of the machine, of which every rank has a share; see runtime/cores.py.
-    share = cores_used(how.threads) / cgroups.cores()
-    return choose(Speeds(known.both, known.dram / ground.locals, cores * share), sizes)
 
 
 def improved(

@@ -25,7 +25,7 @@ PUBLIC = frozenset(_PUBLIC.split())
 # Top-level module -> (layer, the other top-level modules it may import). Inside its own folder a module is free.
 # ROOT_MODULE is the package itself, as its users import it.
 ROOT_MODULE = "overspill/__init__.py"
-ZERO = frozenset({"errors", "specs", "config", "trace", "native", "cgroups", "interrupts"})
+ZERO = frozenset({"errors", "specs", "config", "trace", "native", "cgroups", "interrupts", "times"})
 BELOW_API = ZERO | {"program", "tiers", "comm", "kernels", "units", "plan", "runtime", "modules", "checkpoint"}
 DOORS = frozenset({"cli", "report", "integrations", "bench"})
 LAYERS: dict[str, tuple[int, frozenset[str]]] = {
@@ -35,7 +35,8 @@ LAYERS: dict[str, tuple[int, frozenset[str]]] = {
     "plan": (2, ZERO | {"program"}),
     **dict.fromkeys(("runtime", "modules"), (3, ZERO | {"units", "tiers", "kernels", "comm", "program"})),
     "checkpoint": (4, ZERO | {"units", "tiers"}),
-    **dict.fromkeys(("loading", "saving", "planning"), (5, BELOW_API)),
+    **dict.fromkeys(("loading", "saving", "measured"), (5, BELOW_API)),
+    "planning": (5, BELOW_API | {"measured"}),
     "setup": (5, BELOW_API | {"loading", "planning"}),
     "replanning": (5, BELOW_API | {"planning"}),
     "api": (5, BELOW_API | {"planning", "replanning", "setup", "saving"}),

@@ -6,6 +6,7 @@ from typing import Any
 from overspill.bench.engines import Engine
 from overspill.bench.jobs import Job
 from overspill.bench.process import Outcome
+from overspill.times import Pace, Passing, times_of
 
 Row = dict[str, Any]
 GB = 1e9
@@ -71,19 +72,33 @@ def above_compute(rows: Iterable[Row]) -> dict[str, float]:
     return {name: (row["host"]["used"] - least) / row["parameters"] for name, row in done.items() if name != "compute"}
 
 
-def floors(rows: Iterable[Row], link: float | None) -> dict[str, dict[str, float]]:
+def floors(rows: Iterable[Row], rates: Mapping[str, float] | None) -> dict[str, dict[str, float]]:
     """For every row of ours the least that a step could take: computing alone, or moving its bytes over the link at
-    the rate of both ways together, whichever is longer; and how far the row is above it."""
+    the rate of both ways together, whichever is longer; how far the row is above it; and what a plan would predict."""
     done = {row["name"]: row for row in rows if row["ok"]}
     found: dict[str, dict[str, float]] = {}
     for name, row in done.items():
-        if row["engine"] != "ours" or "compute" not in done or not link:
+        if row["engine"] != "ours" or "compute" not in done or not rates:
             continue
-        moved = sum(row["report"].get("moved", {}).get(lane, 0) for lane in ("up", "down"))
-        least = {"compute_seconds": done["compute"]["step_seconds"], "link_seconds": moved / link}
+        moved, computing = row["report"].get("moved", {}), done["compute"]["step_seconds"]
+        up, down = (moved.get(lane, 0) for lane in ("up", "down"))
+        least = {"compute_seconds": computing, "link_seconds": (up + down) / rates["both"]}
         floor = max(least.values())
-        found[name] = {**least, "moved_bytes": moved, "floor_seconds": floor, "above": row["step_seconds"] / floor}
+        found[name] = {**least, "moved_bytes": up + down, "floor_seconds": floor, "above": row["step_seconds"] / floor}
+        found[name]["predicted_seconds"] = _predicted(row, computing, Pace(**rates), Passing(up, down))
     return found
+
+
+def _predicted(row: Row, computing: float, pace: Pace, moved: Passing) -> float:
+    """By the rule of plan/times.py, with what passed. Where blocks are recomputed a forward pass is a quarter of
+    computing, else a third."""
+    training, update = row["settings"]["training"], row["settings"]["keywords"].get("update", "lazy")
+    forward = computing / (4 if training["recompute"] else 3) / training["micro_batches"]
+    held = row["report"]["bytes"]["device"].get("updates passing", 0)
+    first = Passing(max(moved.up - held, 0), moved.down) if update == "lazy" else Passing()
+    times = times_of(pace, moved, first)
+    assert times is not None, "the link's rates are known"
+    return times.step(forward, computing - forward)
 
 
 def step_table(rows: Sequence[Row]) -> str:
@@ -115,14 +130,14 @@ def floor_table(found: Mapping[str, Mapping[str, float]]) -> str:
     """Steps of ours beside the least that they could take."""
     if not found:
         return ""
-    lines = [["least possible step", "compute s", "moved GB", "over the link s", "step / least"]]
+    lines = [["least possible step", "compute s", "moved GB", "over the link s", "step / least", "predicted s"]]
     for name, floor in found.items():
         seconds = [
             f"{floor['compute_seconds']:.4f}",
             f"{floor['moved_bytes'] / GB:.2f}",
             f"{floor['link_seconds']:.4f}",
         ]
-        lines.append([name, *seconds, f"{floor['above']:.3f}"])
+        lines.append([name, *seconds, f"{floor['above']:.3f}", f"{floor['predicted_seconds']:.4f}"])
     return aligned(lines)
 
 

@@ -51,7 +51,7 @@ def run(asked: Run, files: Files) -> list[Row]:
         files.write(
             engines=known,
             ratios=rows.ratios(known, asked.peers),
-            floors=rows.floors(known, _both_ways(files.body["link"])),
+            floors=rows.floors(known, (files.body["link"] or {}).get("bytes_per_second")),
             host_bytes_per_parameter_above_compute=rows.above_compute(known),
         )
     return known
@@ -63,12 +63,6 @@ def _link() -> dict[str, Any] | None:
         return None
     with screen.working("link") as told:
         return probing.link(told)
-
-
-def _both_ways(link: Mapping[str, Any] | None) -> float | None:
-    rates = (link or {}).get("bytes_per_second") or {}
-    both: float | None = rates.get("both")
-    return both
 
 
 def summary(known: Sequence[Row], asked: Run, body: Mapping[str, Any]) -> str:

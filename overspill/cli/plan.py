@@ -40,6 +40,8 @@ Vocab = Annotated[int | None, o.described(MODEL, "Its vocabulary.", sizes.VOCABU
 MachineGpu = Annotated[str | None, o.described(MACHINE, "Memory of its GPU: 80GiB.", "this one's")]
 MachineHost = Annotated[str | None, o.described(MACHINE, "Its host memory: 512GiB.", "this one's")]
 MachineNvme = Annotated[str | None, o.described(MACHINE, "Room on its disks, instead of --nvme: 2TB.", "none")]
+MachineLink = Annotated[str | None, o.described(MACHINE, "Bytes over its link per second, both ways: 50GB.", "none")]
+MachineDisk = Annotated[str | None, o.described(MACHINE, "Bytes from or to its disks per second: 5GB.", "none")]
 World = Annotated[int, o.described(MACHINE, "Processes that train together, each with a GPU of its own.", 1)]
 Json = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
 
@@ -65,9 +67,11 @@ def plan(
     machine_gpu: MachineGpu = None,
     machine_host: MachineHost = None,
     machine_nvme: MachineNvme = None,
+    machine_link: MachineLink = None,
+    machine_disk: MachineDisk = None,
     json: Json = False,
 ) -> None:
-    """Show which part of a model would live where, and the peak of every tier, without allocating anything."""
+    """Show which part of a model would live where, the peak of every tier, and what a step takes. Allocates nothing."""
     given = {"optimizer": optimizer, "micro_batches": micro_batches, "precision": precision, "zero": zero}
     given |= {"gpu": gpu, "host": host, "states": states, "update": update}
     said: dict[str, Any] = {**DEFAULTS, **{name: value for name, value in given.items() if value is not None}}
@@ -76,7 +80,7 @@ def plan(
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab}
     built, what = _built(model, params, shape)
     own = build_optimizer(built, said.pop("optimizer"), lr=1e-5, weight_decay=0.0)
-    machine = _machine(machine_gpu, machine_host)
+    machine = _machine(machine_gpu, machine_host, {"link": machine_link, "disk": machine_disk})
     made = overspill.plan(
         built,
         own,
@@ -114,13 +118,18 @@ def _built(folder: Path | None, params: str | None, shape: dict[str, int | None]
     return built, f"{type(built).__name__} of {folder}"
 
 
-def _machine(gpu: str | None, host: str | None) -> dict[str, int] | None:
-    if gpu is None and host is None:
+def _machine(gpu: str | None, host: str | None, rates: dict[str, str | None]) -> dict[str, int] | None:
+    given = {name: text for name, text in rates.items() if text is not None}
+    if gpu is None and host is None and not given:
         return None
     if gpu is None or host is None:
-        raise OptionError("expected --machine-gpu and --machine-host together, found one of them; give the other too")
-    named = {"device": ("machine_gpu", gpu), "host": ("machine_host", host)}
-    return {tier: parse_size(option(name), text, there=0) for tier, (name, text) in named.items()}
+        raise OptionError(
+            "expected --machine-gpu and --machine-host together, and others of --machine-... with them, found one "
+            "missing; give it too"
+        )
+    sizes = {"device": ("machine_gpu", gpu), "host": ("machine_host", host)}
+    sizes |= {name: (f"machine_{name}", text) for name, text in given.items()}
+    return {tier: parse_size(option(name), text, there=0) for tier, (name, text) in sizes.items()}
 
 
 def _budget(text: str, name: str, machine: dict[str, int] | None) -> str | float:

@@ -6,6 +6,8 @@ simulate.py  folds the program over the events of a step: peak bytes and traffic
 hands.py     who updates states in host memory, by what was measured of the machine
 plan.py      the Plan: placements, limits, peaks; prints as a table, turns into JSON
 
+How long a step takes is foretold by overspill/times.py.
+
 Runs on a laptop without torch devices. May import: program, and layer 0 (errors, specs, config, trace); never
 runtime, units or tiers.
 """

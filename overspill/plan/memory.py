@@ -25,6 +25,7 @@ from overspill.specs import (
     align,
     ring_slot_bytes,
 )
+from overspill.times import Pace, Passing
 
 WORKSPACE = 4
 """fp32 copies of a page's parameters that an optimizer's own step may hold for a moment."""
@@ -56,6 +57,10 @@ class Request:
     """Who is to update states in host memory, as far as homes allow it."""
     activations: Activations | None = None
     """What they were seen to take, with a margin; None: not known yet."""
+    pace: Pace | None = None
+    """How fast bytes pass; None: there is no link."""
+    spread: bool = False
+    """Whether updates run all through a step, or in its first forward pass."""
     locals: int = 1
     """Ranks that share the machine's host memory and disks; the budget has one's share."""
 
@@ -142,3 +147,15 @@ def _workspace(model: ModelSpec) -> int:
 
 def simulated(request: Request, placements: tuple[Placement, ...], limits: Limits) -> Simulated:
     return simulate(Program(request.model, placements, limits), micro_batches=request.micro_batches)
+
+
+def first_of(model: ModelSpec, placements: tuple[Placement, ...], limits: Limits) -> Passing:
+    """What lazy updates move, but for what the ring holds already."""
+    units = [(unit, home) for unit, home in zip(model.units, placements, strict=True) if unit.pages]
+    states = sum(unit.state_bytes for unit, home in units if home.state != "device")
+    up = states + sum(unit.made_bytes for unit, home in units if home.grad != "device")
+    write = sum(unit.state_bytes for unit, home in units if home.state == "nvme")
+    read = write + sum(unit.made_bytes for unit, home in units if home.grad == "nvme")
+    held = limits.depth * ring_slot_bytes(model, placements) if limits.depth > 1 else 0
+    left = 1 - min(held / up, 1) if up else 0.0
+    return Passing(up * left, states, read * left, write)

@@ -8,6 +8,7 @@ from typing import Any
 from overspill.plan.hands import hands_of
 from overspill.program import Program
 from overspill.specs import ROLES, TIERS, Budget, Hands, Limits, ModelSpec, Placement, TierName, human
+from overspill.times import Times
 
 _BY: dict[Hands, str] = {
     "streamed": "by the device as they pass",
@@ -42,6 +43,10 @@ class Plan:
     """Bytes of each of the two host buffers through which nvme is read and written."""
     why: str = ""
     """What decided who updates states in host memory. See hands.py."""
+    times: Times | None = None
+    """None: not known, or there is no link that bytes would pass over."""
+    untimed: str = ""
+    """Why it is not known."""
 
     @property
     def program(self) -> Program:
@@ -81,6 +86,7 @@ class Plan:
             "page_bytes": self.page_bytes,
             "moved_per_step": self.moved,
             "updates": self.why,
+            "seconds": None if self.times is None else dataclasses.asdict(self.times),
             "units": units,
         }
         return json.dumps(body, indent=2)
@@ -124,4 +130,7 @@ class Plan:
             notes.append(f"states on host are updated {_BY[self.limits.hands]} ({self.why})")
         moved = ", ".join(f"{lane} {human(n)}" for lane, n in self.moved.items() if n)
         most = "at most " if moved and self.limits.hands == "split" else ""
-        return [*notes, f"moved per step: {most}{moved or 'nothing'}"]
+        notes.append(f"moved per step: {most}{moved or 'nothing'}")
+        if self.times is not None or self.untimed:
+            notes.append(f"predicted step: {self.times or f'not known: {self.untimed}'}")
+        return notes

@@ -9,12 +9,12 @@ and never less than the largest unit's weights.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from overspill.errors import BudgetError
 from overspill.plan.hands import STREAMED, Chosen, is_shareable
-from overspill.plan.memory import NVME_BLOCK, Request, bytes_on, device_lines, simulated, taken_bytes
+from overspill.plan.memory import NVME_BLOCK, Request, bytes_on, device_lines, first_of, simulated, taken_bytes
 from overspill.plan.plan import Line, Plan
 from overspill.program import Lane
 from overspill.specs import (
@@ -33,6 +33,7 @@ from overspill.specs import (
     ring_slot_bytes,
     staged_bytes,
 )
+from overspill.times import Passing, Times, times_of
 
 LEAST_SHARE = 32
 """See Note [Room for activations]."""
@@ -262,6 +263,7 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
     if owned + _largest(model) > budget.device:
         raise _too_small(request, owned + _largest(model), placements)
     moved = _moved(request, placements, limits)
+    times, untimed = _times(request, placements, limits, moved)
     plan = Plan(
         model=model,
         placements=placements,
@@ -273,6 +275,8 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
         page_bytes=request.page_bytes,
         staging=staging,
         why=chosen.why,
+        times=times,
+        untimed=untimed,
     )
     limits_of: dict[TierName, int] = {"host": budget.host, "nvme": budget.nvme}
     for tier, limit in limits_of.items():
@@ -305,6 +309,21 @@ def _moved(request: Request, placements: tuple[Placement, ...], limits: Limits) 
             moved[Lane.UP] += weights - unit.state_bytes
             moved[Lane.DOWN] += weights + unit.made_bytes - unit.state_bytes
     return {str(lane): n for lane, n in moved.items()}
+
+
+def _times(
+    request: Request, placements: tuple[Placement, ...], limits: Limits, moved: Mapping[str, int]
+) -> tuple[Times | None, str]:
+    """Of a step, or why they are not known."""
+    if request.pace is None:
+        return None, ""
+    if limits.hands != "streamed":
+        # How fast the link and the cores are together is not foretold.
+        return None, "the host's cores update too"
+    passing = Passing(*(moved.get(lane, 0) for lane in (Lane.UP, Lane.DOWN, Lane.READ, Lane.WRITE)))
+    first = Passing() if request.spread else first_of(request.model, placements, limits)
+    found = times_of(request.pace, passing, first)
+    return found, "" if found is not None else "overspill probe measures how fast bytes pass"
 
 
 def _file_system(lines: list[Line]) -> int:

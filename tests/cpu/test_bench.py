@@ -295,12 +295,19 @@ def row(name: str, engine: str, seconds: float, **more: Any) -> dict[str, Any]:
 
 
 def test_the_least_possible_step_is_computing_or_moving() -> None:
-    ours = [row(f"ours {n}", "ours", 2.2, report={"moved": {"up": n, "down": n, "read": 9}}) for n in (10, 100)]
-    found = rows.floors([row("compute", "compute", 1.0), *ours], 100.0)
+    settings = {"training": {"recompute": False, "micro_batches": 1}, "keywords": {}}
+    reports = [
+        {"moved": {"up": n, "down": n, "read": 9}, "bytes": {"device": {"updates passing": 5}}} for n in (10, 100)
+    ]
+    ours = [row(f"ours {report['moved']['up']}", "ours", 2.2, report=report, settings=settings) for report in reports]
+    rates = {"up": 60.0, "down": 50.0, "both": 100.0}
+    found = rows.floors([row("compute", "compute", 1.0), *ours], rates)
     assert found["ours 10"]["floor_seconds"] == 1.0 and found["ours 100"]["floor_seconds"] == 2.0
     assert found["ours 100"]["above"] == pytest.approx(1.1)
-    assert "1.100" in rows.floor_table(found)
-    assert rows.floors(ours, 100.0) == {} and rows.floors([row("compute", "compute", 1.0), *ours], None) == {}
+    assert found["ours 10"]["predicted_seconds"] == pytest.approx(1.0)
+    assert found["ours 100"]["predicted_seconds"] == pytest.approx(2.0 + 2 / 3), "100 down at 50, then what is left"
+    assert "1.100" in rows.floor_table(found) and "2.6667" in rows.floor_table(found)
+    assert rows.floors(ours, rates) == {} and rows.floors([row("compute", "compute", 1.0), *ours], None) == {}
 
 
 def test_host_bytes_are_counted_above_those_of_computing() -> None:

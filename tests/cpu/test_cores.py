@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import overspill
-from overspill import planning
+from overspill import measured
 from overspill.errors import StateError
 from overspill.kernels import cpu, executors
 from overspill.kernels.reference import ieee_root
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no native library
 def hands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Hands:
     """Who updates. As on a GPU, with a short ring of small pages."""
     chosen: Hands = request.param
-    monkeypatch.setattr(planning, "choose", lambda speeds, sizes: Chosen(chosen, "as told"))
+    monkeypatch.setattr(measured, "choose", lambda speeds, sizes: Chosen(chosen, "as told"))
     monkeypatch.setattr(parts, "PAGED", {"cpu"})
     monkeypatch.setattr(rooms, "PIECES", {"cpu"})
     monkeypatch.setattr(parts, "CORES", {"cpu"})

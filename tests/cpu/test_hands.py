@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import overspill
-from overspill import cgroups, planning
+from overspill import cgroups
+from overspill import measured as measuring
 from overspill.kernels import cpu, executors
 from overspill.kernels.reference import ieee_root
 from overspill.plan import hands
@@ -78,7 +79,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(parts, "PAGED", {"cpu"})
     monkeypatch.setattr(parts, "CORES", {"cpu"})
     # However many there are here.
-    monkeypatch.setattr(planning, "cores_used", lambda threads: cgroups.cores())
+    monkeypatch.setattr(measuring, "cores_used", lambda threads: cgroups.cores())
 
     def keep(**rates: float | None) -> None:
         path = known.cache()

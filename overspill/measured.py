@@ -1,0 +1,56 @@
+"""What was measured of this machine, or said of another one, as a plan asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from overspill import cgroups
+from overspill.kernels.cpu import How
+from overspill.plan.hands import STREAMED, Chosen, Speeds, choose, rate_of_cores, sizes_of
+from overspill.runtime import parts
+from overspill.specs import ModelSpec, cores_used
+from overspill.times import Pace
+
+
+class Measured(NamedTuple):
+    kind: str
+    """Of the device."""
+    machine: Mapping[str, int] | None
+    """Another one, of which nothing was measured here."""
+    locals: int
+    """Ranks that share host memory, cores and disks."""
+
+    def hands(self, model: ModelSpec) -> Chosen:
+        """Who is to update states in host memory. The native library has no fp16, and fp32 is the optimizer's own."""
+        sizes, ours = sizes_of(model), model.format.fields is not None and model.format.master == torch.int16
+        # Looked for last: where the library is not needed, nobody shall be told that there is none.
+        if self.kind not in parts.CORES or not ours or sizes is None or (how := How.best()) is None:
+            return STREAMED
+        from overspill.tiers.known import by_format, known_rates
+
+        known = known_rates() if self.machine is None else None
+        cores = rate_of_cores(model, by_format(known)) if known is not None else None
+        if known is None or known.both is None or known.dram is None or cores is None:
+            return choose(None, sizes)
+        # Measured with all cores and memory of the machine, of which every rank has a share; see runtime/cores.py.
+        share = cores_used(how.threads) / cgroups.cores()
+        return choose(Speeds(known.both, known.dram / self.locals, cores * share), sizes)
+
+    def pace(self) -> Pace | None:
+        """How fast bytes pass; None: there is no link."""
+        if self.machine is not None:
+            link, disk = (self.machine.get(name) for name in ("link", "disk"))
+            pace = Pace(link, link, link, disk, disk)
+        elif self.kind not in parts.PAGED:
+            return None
+        else:
+            from overspill.tiers.known import known_rates
+
+            known = known_rates()
+            pace = (
+                Pace() if known is None else Pace(known.up, known.down, known.both, known.disk_read, known.disk_write)
+            )
+        return pace._replace(read=pace.read and pace.read / self.locals, write=pace.write and pace.write / self.locals)

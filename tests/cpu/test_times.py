@@ -1,0 +1,98 @@
+"""How long a step takes: what plans foretell, beside what was measured."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import overspill
+from overspill.bench import rows
+from overspill.errors import OptionError
+from overspill.times import Pace, Passing, Times, times_of
+from tests import small
+
+RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("step*.json"))
+PACE = Pace(up=60.0, down=50.0, both=100.0, read=10.0, write=5.0)
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_steps_took_as_long_as_is_foretold(path: Path) -> None:
+    """The bounds are those of overspill/times.py, Note [Times]."""
+    body = json.loads(path.read_text())
+    found = rows.floors(body["engines"], body["link"]["bytes_per_second"])
+    took = {row["name"]: row["step_seconds"] for row in body["engines"] if row["name"] in found}
+    assert took, "there are steps of ours"
+    for name, seconds in took.items():
+        assert 0.93 <= seconds / found[name]["predicted_seconds"] <= 1.14, name
+
+
+def test_there_are_files_to_compare_with() -> None:
+    assert len(RESULTS) >= 5
+
+
+def test_the_slowest_way_counts() -> None:
+    assert times_of(PACE, Passing(60, 10), Passing()) == Times(1.0, 0.0, "the link")
+    assert times_of(PACE, Passing(60, 50), Passing(30, 50)) == Times(1.1, 1.0, "the link")
+    assert times_of(PACE, Passing(60, 50, 30, 10), Passing(30, 50, 30, 10)) == Times(5.0, 5.0, "the disk")
+
+
+def test_what_is_not_known_is_not_foretold() -> None:
+    assert times_of(Pace(), Passing(1, 0), Passing()) is None
+    assert times_of(PACE._replace(write=None), Passing(0, 0, 1, 1), Passing()) is None
+    assert times_of(Pace(), Passing(), Passing()) == Times(0.0, 0.0, "the link")
+
+
+def test_a_step_is_what_computing_does_not_hide() -> None:
+    lazy, eager = Times(1.2, 1.0, "the link"), Times(1.2, 0.0, "the link")
+    assert [each.step(0.5, 1.0) for each in (lazy, eager)] == [2.0, 1.5]
+    assert [each.step(0.1, 0.15) for each in (lazy, eager)] == [1.2, 1.2]
+    assert lazy.step(1.5, 3.0) == 4.5
+
+
+def planned(**keywords: Any) -> overspill.Plan:
+    model = small.build()
+    machine = {"device": 1 << 24, "host": 1 << 30, **keywords.pop("machine", {})}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return overspill.plan(model, optimizer, machine=machine, host="100MiB", **keywords)
+
+
+def test_a_plan_says_what_passing_takes() -> None:
+    rates, place = {"link": 1 << 20, "disk": 1 << 18}, {"state": "host"}
+    lazy, eager = (planned(machine=rates, place=place, update=update) for update in ("lazy", "eager"))
+    states = sum(unit.state_bytes for unit in lazy.model.units)
+    assert lazy.moved["up"] == lazy.moved["down"] == states
+    assert lazy.times is not None and eager.times is not None
+    # Some of them are in the ring already.
+    assert 1.0 <= lazy.times.first / (states / rates["link"]) < lazy.times.passing / (states / rates["link"]) <= 2.0
+    assert lazy.times.passing == pytest.approx(2 * states / rates["link"]) == eager.times.passing
+    assert eager.times.first == 0.0
+    assert "predicted step: the first forward pass, or " in str(lazy) and "over the link" in str(lazy)
+    assert "predicted step: what computing takes, or " in str(eager)
+    assert json.loads(lazy.to_json())["seconds"]["passing"] == lazy.times.passing
+    assert planned(machine=rates, place={}).times == Times(0.0, 0.0, "the link")
+
+
+def test_a_disk_that_is_slower_than_the_link_counts(tmp_path: Path) -> None:
+    place = {"state": "nvme"}
+    made = planned(machine={"link": 1 << 20, "disk": 1 << 18}, place=place, nvme=tmp_path)
+    states = sum(unit.state_bytes for unit in made.model.units)
+    assert made.times is not None and made.times.by == "the disk"
+    assert made.times.passing == pytest.approx(2 * states / (1 << 18))
+    unknown = planned(machine={"link": 1 << 20}, place=place, nvme=tmp_path)
+    assert unknown.times is None and "predicted step: not known: overspill probe measures" in str(unknown)
+
+
+def test_without_a_link_nothing_is_foretold() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    made = overspill.plan(model, optimizer)
+    assert made.times is None and "predicted" not in str(made)
+    model, optimizer = overspill.prepare(model, optimizer)
+    assert optimizer.report()["passing_seconds"] is None
+    with pytest.raises(OptionError, match="'lnk'"):
+        overspill.plan(
+            nn.Linear(3, 3), torch.optim.AdamW(model.parameters()), machine={"device": 1, "host": 1, "lnk": 1}
+        )
