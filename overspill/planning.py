@@ -21,7 +21,7 @@ from overspill.measured import Measured
 from overspill.plan.hands import Chosen
 from overspill.plan.memory import Request
 from overspill.plan.plan import Plan
-from overspill.plan.solver import finish, improve, page_sizes, solve
+from overspill.plan.solver import finish, improve, page_sizes, resident_page_size, solve
 from overspill.runtime import parts
 from overspill.runtime.updates import as_text
 from overspill.specs import (
@@ -285,9 +285,15 @@ def _plan_at(
     for page in page_sizes(max(budget.device, least)):
         laid_out = lay_out(model, forms, page)
         try:
-            return laid_out, solve(_request(laid_out, chosen, (ground, budget, page), forms))
+            made = solve(_request(laid_out, chosen, (ground, budget, page), forms))
         except BudgetError as error:
             refused = error
+        else:
+            large = resident_page_size(made)
+            if large > page:
+                laid_out = lay_out(model, forms, large)
+                made = solve(_request(laid_out, chosen, (ground, budget, large), forms))
+            return laid_out, made
         if sum(len(unit.pages) for unit in laid_out.spec.units) > MOST_PAGES:
             break
     assert refused is not None, "there is at least one page size"

@@ -118,7 +118,7 @@ class Recorder:
 
 class OwnTime(threading.local):
     """Counts the host time that a training loop spends in this package: that of its own threads, so without what they
-    sleep for. Calls inside of calls count once.
+    sleep for. Calls inside of calls count once, and what a plain loop calls just the same does not count (`plain`).
 
     Note [Full queues]: where the GPU is far behind, putting work into its queue spins until there is room, and that
     counts like work. Waiting for the GPU before each call (`first`) tells how much the work itself is."""
@@ -147,6 +147,16 @@ class OwnTime(threading.local):
         self._depth -= 1
         if self._depth == 0:
             OwnTime.total += time.thread_time() - self._begin
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """For calls of torch that are a plain loop's, too."""
+        begin = time.thread_time()
+        try:
+            yield
+        finally:
+            # A count that has begun goes on as if this had taken no time.
+            self._begin += time.thread_time() - begin
 
 
 own_time = OwnTime()

@@ -55,3 +55,26 @@ class Addresses(NamedTuple):
     first: int
     key: int
     skip: int | None = None
+
+    def joined(self, other: "Addresses") -> "Addresses | None":
+        """With others that lie right behind these in every array; None: they do not, or are of another kind, or chance
+        knows elements by their numbers."""
+        alike = (self.factors, self.dtypes, self.format, self.skip) == (
+            other.factors,
+            other.dtypes,
+            other.format,
+            other.skip,
+        )
+        if not alike or self.format != "exact":
+            return None
+        pairs = zip(self._places(), other._places(), strict=True)
+        behind = all(one + self.numel * size == next for (one, size), (next, _) in pairs)
+        return self._replace(numel=self.numel + other.numel) if behind else None
+
+    def _places(self) -> list[tuple[int, int]]:
+        """(address, bytes of an element) of every array, where states are exact."""
+        weight, kept, gradient = self.dtypes
+        found = [(self.weight, weight.itemsize), (self.gradient, gradient.itemsize)]
+        if self.kept is not None and kept is not None:
+            found.append((self.kept, kept.itemsize))
+        return found + [(array, torch.float32.itemsize) for array in self.arrays]

@@ -16,6 +16,7 @@ from overspill.kernels.masters import join, split
 from overspill.kernels.reference import Hypers, Root, Rule, ieee_root, torch_root
 
 log = logging.getLogger("overspill")
+Quick = Callable[[Addresses, Hypers, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Executor:
     fused: bool
     """Whether it is one pass that needs no memory of its own, and multiplies gradients with their factors itself.
     Others take some elements at a time, and gradients that are fp32, their own, and without factors."""
-    quick: Callable[[Addresses, Hypers, int], bool] | None = None
+    quick: Quick | None = None
     """As `run`, if it can do that by addresses alone; False: it cannot."""
 
 

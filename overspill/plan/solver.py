@@ -48,6 +48,8 @@ it is not the link that holds the model up but who hands them out, and nobody ca
 into room that the model must leave first."""
 STAGING = (128 * KiB, 8 * MiB)
 PAGE = (64 * KiB, 128 * MiB)
+LARGE_PAGE = 1024 * MiB
+"""Of states that live on the device and pass nowhere."""
 DEPTHS = (4, 3, 2)
 """Slots of the ring: one that comes, one that is updated, one that goes, and one for whoever hands the next one out too
 late."""
@@ -64,6 +66,14 @@ def page_sizes(device_budget: int) -> Iterator[int]:
         yield size
         size //= 4
     yield PAGE[0]
+
+
+def resident_page_size(made: Plan) -> int:
+    """How large a page may be, if all of them live on the device, where each costs launches and none needs room to
+    pass."""
+    ours = made.model.format.fields is not None
+    passes = any((p.grad, p.state) != ("device", "device") for p in made.placements)
+    return min(made.budget.device // 32, LARGE_PAGE) if ours and not passes else made.page_bytes
 
 
 def solve(request: Request) -> Plan:

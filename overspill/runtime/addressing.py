@@ -1,10 +1,11 @@
 """Where the arrays of an update are, for executors that need no more than that: making views takes time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from overspill.kernels.elements import Addresses
+from overspill.kernels.executors import Quick
 from overspill.runtime.masters import Masters
 from overspill.runtime.pages import Pages, offsets_of
 from overspill.runtime.ring import Page
@@ -13,12 +14,38 @@ from overspill.units.unit import Unit
 
 
 class Addressing:
-    def __init__(self, units: Sequence[Unit], pages: Pages, masters: Masters) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        pages: Pages,
+        masters: Masters,
+        number: Callable[[int, int], tuple[int, int]],
+    ) -> None:
+        """`number`: (unit, parameter) -> the number of its step, and the key for chance."""
         self._units = units
         self._pages = pages
         self._masters = masters
+        self._number = number
         self._offsets: dict[tuple[int, int, int], list[int]] = {}
         """(unit, page, first element in the page) -> where a part's arrays begin in the page."""
+
+    def launch(self, page: Page, memory: Tensor, shares: Sequence[Share], quick: Quick) -> list[Share]:
+        """Those that take no more than addresses, neighbours together. Gives the rest."""
+        left: list[Share] = []
+        together: list[Share] = []
+        at: Addresses | None = None
+        last = 0
+        for share in shares:
+            step, key = self._number(page[0], share.due.param)
+            own = self.of(page, memory, share, key)
+            alike = bool(together) and together[0].hypers is share.hypers and last == step
+            joined = at.joined(own) if alike and at is not None and own is not None else None
+            if joined is None:
+                left += _launched(at, together, last, quick)
+                at, together, last = own, [share], step
+            else:
+                at, together = joined, [*together, share]
+        return left + _launched(at, together, last, quick)
 
     def of(self, page: Page, memory: Tensor, share: Share, key: int) -> Addresses | None:
         """Of a share in an update of a page that is in `memory`; None: it takes more than addresses. `key`: for
@@ -48,3 +75,9 @@ class Addressing:
         if key not in self._offsets:
             self._offsets[key] = offsets_of(self._pages.spec(*page), share.part)
         return self._offsets[key]
+
+
+def _launched(at: Addresses | None, together: list[Share], step: int, quick: Quick) -> list[Share]:
+    """Those that are not."""
+    done = at is not None and quick(at, together[0].hypers, step)
+    return [] if done else together

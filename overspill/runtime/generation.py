@@ -23,6 +23,7 @@ from torch import Tensor
 
 from overspill.errors import StateError
 from overspill.specs import ParamSpec, Span
+from overspill.trace import own_time
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -223,10 +224,10 @@ class Generation:
     def norms_of(generations: Sequence["Generation"], order: float) -> list[Tensor]:
         """As `norm`, of several that are alike: the same bits, in fewer kernels."""
         first, values = generations[0], [g.value for g in generations if g.value is not None]
-        if not first.narrow:
-            return list(torch._foreach_norm(values, order))
-        found = list(torch._foreach_norm(values, order, dtype=full_dtype(first.spec)))
-        return found if first.factor is None else [norm * first.factor for norm in found]
+        with own_time.plain():
+            dtype = full_dtype(first.spec) if first.narrow else None
+            found = list(torch._foreach_norm(values, order, dtype=dtype))
+        return found if first.factor is None else list(torch._foreach_mul(found, first.factor))
 
     def add(self, contribution: Callable[[Tensor], object]) -> None:
         """The bytes are on the device: make the changes that wait, then add. The sum is wide."""

@@ -20,8 +20,9 @@ from overspill.runtime.generation import as_flat
 from overspill.runtime.masters import Masters
 from overspill.runtime.pages import Pages, arrays_of
 from overspill.runtime.ranks import Meeting
+from overspill.runtime.ring import Page
 from overspill.runtime.updates import OnHost, Share
-from overspill.specs import KERNEL_PIECE, PageSpec, PartSpec
+from overspill.specs import KERNEL_PIECE, PageSpec, ParamSpec, PartSpec
 from overspill.units.unit import Unit
 
 VIEWS = "_overspill_views"
@@ -46,11 +47,11 @@ class KernelUpdate:
         """The number of each unit's first parameter."""
         self._pages = pages
         self._masters = masters
-        self._addressing = Addressing(units, pages, masters)
         self._steps: Counter[tuple[int, int]] = Counter()
         self._pending: dict[tuple[int, int], int] = {}
         """The number of the step whose update is due, or was last: also where it turns out to be skipped, and does not
         count."""
+        self._addressing = Addressing(units, pages, masters, self._number)
         self._aside: dict[tuple[int, int], Mapping[str, Any]] = {}
         """States of parameters that were trained before and are frozen now."""
 
@@ -61,37 +62,42 @@ class KernelUpdate:
 
     def run(self, unit: int, page: int, shares: Sequence[Share]) -> None:
         memory = self._pages.make(unit, page)
-        format = self._pages.spec(unit, page).format.name
-        executor = self._executors[format]
-        for share in shares:
-            param, part = share.due.param, share.part
+        executor = self._executors[self._pages.spec(unit, page).format.name]
+        left = shares
+        if executor.quick is not None:
+            left = self._addressing.launch((unit, page), memory, shares, executor.quick)
+        for share in left:
             if share.skip is not None and not executor.fused and bool(share.skip):
                 # Where the device is the host, which knows it; else it waits, as it does for plain torch in any case.
                 continue
-            step = self._pending[unit, param]
-            key = codecs.key_of(self._first[unit] + param, step)
-            if executor.quick is not None:
-                at = self._addressing.of((unit, page), memory, share, key)
-                if at is not None and executor.quick(at, share.hypers, step):
-                    continue
-            kept, *arrays = self._cached(unit, page, part, memory)
-            self._masters.current(unit, page, part, kept)
-            rest = kept if (unit, param) in self._masters else None
-            weight = self.weight(unit, part)
-            for begin, end, gradient, factors in _gradients(share, executor):
-                on = Elements(
-                    codecs.cut(weight, begin, end),
-                    None if rest is None else codecs.cut(rest, begin, end),
-                    gradient,
-                    factors,
-                    codecs.pieces(format, arrays, begin, end),
-                    format,
-                    part.begin + begin,
-                    key,
-                    share.skip,
-                )
-                executor.run(on, share.hypers, step)
-            self._masters.edits.updated(unit, part)
+            self._on_arrays((unit, page), memory, share, executor)
+
+    def _number(self, unit: int, param: int) -> tuple[int, int]:
+        """Of the step whose update is due; and, by it, the key for chance."""
+        step = self._pending[unit, param]
+        return step, codecs.key_of(self._first[unit] + param, step)
+
+    def _on_arrays(self, place: Page, memory: Tensor, share: Share, executor: Executor) -> None:
+        (unit, page), part, param = place, share.part, share.due.param
+        (step, key), format = self._number(unit, param), self._pages.spec(unit, page).format.name
+        kept, *arrays = self._cached(unit, page, part, memory)
+        self._masters.current(unit, page, part, kept)
+        rest = kept if (unit, param) in self._masters else None
+        weight = self.weight(unit, part)
+        for begin, end, gradient, factors in _gradients(share, executor):
+            on = Elements(
+                codecs.cut(weight, begin, end),
+                None if rest is None else codecs.cut(rest, begin, end),
+                gradient,
+                factors,
+                codecs.pieces(format, arrays, begin, end),
+                format,
+                part.begin + begin,
+                key,
+                share.skip,
+            )
+            executor.run(on, share.hypers, step)
+        self._masters.edits.updated(unit, part)
 
     def weight(self, unit: int, part: PartSpec) -> Tensor:
         """A part's weights on the device."""
@@ -110,8 +116,7 @@ class KernelUpdate:
             param, part = on.share.due.param, on.share.part
             kept, *arrays = arrays_of(spec, part, states)
             rest = kept if (unit, param) in self._masters else None
-            step = self._pending[unit, param]
-            key = codecs.key_of(self._first[unit] + param, step)
+            step, key = self._number(unit, param)
             elements = Elements(on.weight, rest, on.gradient, on.factors, arrays, spec.format.name, part.begin, key)
             cpu.RULES[self._rule.name](elements, on.share.hypers, step, how)
 
@@ -170,7 +175,10 @@ class KernelUpdate:
         return out
 
     def write(self, unit: int, values: Mapping[int, Mapping[str, Any]]) -> None:
-        laid_out = {param: self._fields(unit, param, state) for param, state in values.items()}
+        specs, laid_out = self._units[unit].spec.params, dict[int, list[Tensor | None]]()
+        for param, state in values.items():
+            self.check(unit, param, state)
+            laid_out[param] = _laid_out(self._rule, specs[param], state)
         for i, page in enumerate(self._pages.model.units[unit].pages):
             memory = self._pages.read(unit, i)
             for part in page.parts:
@@ -192,16 +200,9 @@ class KernelUpdate:
         for param in range(len(self._units[unit].params)):
             state = values.get(param, {})
             if self._units[unit].spec.params[param].trainable:
-                self._steps[unit, param] = self._count(state)
+                self._steps[unit, param] = _count(self._rule, state)
             else:
                 self._aside[unit, param] = state
-
-    def _count(self, state: Mapping[str, Any]) -> int:
-        """torch's SGD keeps no count, and needs none but whether there was a step."""
-        if not self._rule.counts:
-            return int(any(v is not None for v in state.values()))
-        step = state.get("step", 0)
-        return 0 if isinstance(step, Tensor) and step.is_meta else int(step)
 
     def check(self, unit: int, param: int, state: Mapping[str, Any]) -> None:
         spec = self._units[unit].spec.params[param]
@@ -219,15 +220,23 @@ class KernelUpdate:
                     "states of the same model"
                 )
 
-    def _fields(self, unit: int, param: int, state: Mapping[str, Any]) -> list[Tensor | None]:
-        """The rule's arrays for one parameter, laid out as it is."""
-        self.check(unit, param, state)
-        spec, found = self._units[unit].spec.params[param], list[Tensor | None]()
-        for name in self._rule.fields:
-            value = state.get(name)
-            laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32)
-            found.append(None if value is None or value.is_meta else laid_out.copy_(value))
-        return found
+
+def _count(rule: Rule, state: Mapping[str, Any]) -> int:
+    """torch's SGD keeps no count, and needs none but whether there was a step."""
+    if not rule.counts:
+        return int(any(v is not None for v in state.values()))
+    step = state.get("step", 0)
+    return 0 if isinstance(step, Tensor) and step.is_meta else int(step)
+
+
+def _laid_out(rule: Rule, spec: ParamSpec, state: Mapping[str, Any]) -> list[Tensor | None]:
+    """The rule's arrays for one parameter, laid out as it is."""
+    found = list[Tensor | None]()
+    for name in rule.fields:
+        value = state.get(name)
+        laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32)
+        found.append(None if value is None or value.is_meta else laid_out.copy_(value))
+    return found
 
 
 def _parts(pages: Sequence[PageSpec], param: int) -> list[tuple[int, PartSpec]]:

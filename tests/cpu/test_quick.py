@@ -1,13 +1,15 @@
 """Updates by addresses alone, as a GPU's kernels take them: they are where the arrays are."""
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import overspill
 from overspill.kernels import executors, reference
@@ -16,6 +18,7 @@ from overspill.kernels.executors import Executor, in_torch
 from overspill.kernels.reference import ieee_root
 from overspill.runtime import kernel_update, parts, rooms
 from overspill.specs import STATE_BLOCK
+from overspill.trace import OwnTime
 from tests.cpu.test_ahead import check, loop, prepare, trained
 from tests.reference import weights
 
@@ -92,3 +95,125 @@ def test_addresses_are_those_of_the_arrays(
     overspill.settle(model)
     check((found, weights(overspill.close(model))), expected)
     assert len(used) > 20
+
+
+class Block(nn.Module):
+    """Parameters that lie one behind the other, but for what is behind the bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(32, 32, bias=i == 1) for i in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.b(self.a(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def updated(groups: int, states: str, **keywords: Any) -> tuple[list[Tensor], int]:
+    """Weights after a few steps, and how many pages have states."""
+    model = Blocks()
+    split = [list(model.parameters())[i::groups] for i in range(groups)]
+    said = [{"params": params, "lr": 1e-3 * (i + 1)} for i, params in enumerate(split)]
+    optimizer = torch.optim.AdamW(said, weight_decay=0.1)
+    model, optimizer = overspill.prepare(model, optimizer, states=states, **keywords)
+    for step in range(3):
+        model(torch.randn(4, 32, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.clip_grad_norm_(0.1, foreach=True)  # as on a GPU: one factor for all
+        optimizer.step()
+        optimizer.zero_grad()
+    pages = sum(len(unit.pages) for unit in optimizer.report()["plan"].model.units)
+    return list(weights(overspill.close(model)).values()), pages
+
+
+@pytest.mark.parametrize(
+    ("groups", "states", "launches"),
+    # A bias of 32 elements has room for 256: what comes behind it begins anew. Of a block that is two launches.
+    [(1, "exact", 2 * 2), (1, "bf16", 5 * 2), (1, "compact", 5 * 2), (2, "exact", 5 * 2)],
+)
+def test_neighbours_are_updated_in_one_launch(
+    groups: int, states: str, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same hyperparameters, where chance has no part in it: the same bits."""
+    monkeypatch.setattr(executors, "torch_root", ieee_root)
+    expected, _ = updated(groups, states)
+    used: list[Addresses] = []
+    monkeypatch.setattr(parts, "PAGED", {"cpu"})
+    monkeypatch.setattr(rooms, "PIECES", {"cpu"})
+    monkeypatch.setattr(kernel_update, "executor_for", by_addresses(used, 1000))
+    found, pages = updated(groups, states)
+    assert len(used) == 3 * launches and pages == (2 if states == "exact" else 4)
+    assert sum(at.numel for at in used) == 3 * sum(p.numel() for p in Blocks().parameters())
+    assert all(map(torch.equal, found, expected))
+    # Some are refused: those of a launch are updated each for itself.
+    monkeypatch.setattr(kernel_update, "executor_for", by_addresses([], 2))
+    assert all(map(torch.equal, updated(groups, states)[0], expected))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight": 4},
+        {"kept": 4},
+        {"kept": None},
+        {"gradient": 4},
+        {"arrays": (1, 2)},
+        {"factors": (9,)},
+        {"skip": 9},
+        {"dtypes": (torch.bfloat16, torch.int16, torch.float32)},
+        {"format": "bf16"},
+    ],
+    ids=str,
+)
+def test_what_is_no_neighbour_is_not_joined(change: dict[str, Any]) -> None:
+    dtypes = (torch.bfloat16, torch.int16, torch.bfloat16)
+    at = Addresses(1000, 2000, 3000, (8,), (4000, 5000), 16, dtypes, "exact", 0, 1)
+    behind = at._replace(weight=1032, kept=2032, gradient=3032, arrays=(4064, 5064), numel=7, first=3, key=2)
+    assert at.joined(behind) == at._replace(numel=23)
+    assert at.joined(behind._replace(**change)) is None
+    assert behind.joined(at) is None
+
+
+@pytest.mark.parametrize(
+    ("keywords", "page", "pages"),
+    [
+        ({"gpu": "64GiB"}, 1 << 30, 4),
+        ({"gpu": "16GiB"}, 1 << 29, 4 * 2),
+        ({"gpu": "8GiB"}, 1 << 27, 4 * 7),
+        ({"gpu": "64GiB", "place": {"state": "host"}}, 1 << 27, 4 * 7),
+        ({"gpu": "64GiB", "place": {"grad": "host"}}, 1 << 27, 4 * 7),
+        ({"gpu": "64GiB", "precision": "fp32"}, 1 << 27, 4),
+    ],
+    ids=str,
+)
+def test_pages_that_pass_nowhere_are_large(keywords: dict[str, Any], page: int, pages: int) -> None:
+    """67 M elements of 12 bytes in each unit; in fp32 a page is a parameter."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(4)))
+    made = overspill.plan(
+        model, torch.optim.AdamW(model.parameters()), machine={"device": 1 << 37, "host": 1 << 37}, **keywords
+    )
+    assert made.page_bytes == page and sum(len(unit.pages) for unit in made.model.units) == pages
+
+
+def test_what_a_plain_loop_does_too_is_not_our_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 10.0, 14.0, 16.0, 20.0, 21.0])
+    monkeypatch.setattr(sys.modules["overspill.trace"], "time", SimpleNamespace(thread_time=lambda: next(clock)))
+    own, before = OwnTime(), OwnTime.total
+    with own, own, own.plain():
+        pass
+    assert own.seconds - before == 16.0 - 1.0 - (14.0 - 10.0)
+    with own.plain():
+        pass
+    assert own.seconds - before == 11.0, "not within a call of ours"
+    OwnTime.total = before
