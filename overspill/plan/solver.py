@@ -4,8 +4,8 @@ What a byte on the device saves per step decides the order: weights that live el
 (forward, backward, home again), gradients and states twice. So weights come first, then gradients, then states.
 
 Note [Room for activations]: they are not known before the first step. Half of the device budget is kept for them where
-that is possible; where the other tiers have no room for what does not fit beside that, a quarter, and so on to a 32nd,
-and never less than the largest unit's weights.
+that is possible; where the other tiers have no room for what does not fit beside that, as much as they leave, down to a
+32nd, and never less than the largest unit's weights.
 """
 
 from collections import Counter
@@ -37,6 +37,8 @@ from overspill.times import Passing, Times, times_of
 
 LEAST_SHARE = 32
 """See Note [Room for activations]."""
+GRAIN = 128
+"""Of the device's budget, the share by which it may be less than what the other tiers leave."""
 MOST_SLOTS = 128
 """Of the ring, where states are told to live elsewhere and there is room: what it holds when a step begins, no forward
 pass waits for. Where homes are ours to choose, states use that room for good."""
@@ -83,21 +85,24 @@ def solve(request: Request) -> Plan:
     needed = _needed(request, _lean(request.model), _least)
     if needed + _largest(request.model) > request.budget.device:
         raise _too_small(request, needed + _largest(request.model))
-    for kept in _kept(request, needed):
-        room = request.budget.device - needed - kept
-        placements = _fill(request, room, request.budget.host)
-        if placements is not None:
-            return _finish(request, placements)
-    raise _too_little_elsewhere(request, room)
-
-
-def _kept(request: Request, needed: int) -> Iterator[int]:
-    """What may be kept for activations, the most first. See Note [Room for activations]."""
-    kept, least = _activations(request, needed), max(_largest(request.model), request.budget.device // LEAST_SHARE)
-    while kept > least:
-        yield kept
-        kept //= 2
-    yield min(least, request.budget.device - needed)
+    room = request.budget.device - needed
+    most, least = _activations(request, needed), max(_largest(request.model), request.budget.device // LEAST_SHARE)
+    kept = min(most, least, room)
+    placements = _fill(request, room - most, request.budget.host)
+    if placements is not None:
+        return _finish(request, placements)
+    placements = _fill(request, room - kept, request.budget.host)
+    if placements is None:
+        raise _too_little_elsewhere(request, room - kept)
+    # The most that fits lies between what does and what does not. See Note [Room for activations].
+    while most - kept > request.budget.device // GRAIN:
+        middle = (kept + most) // 2
+        found = _fill(request, room - middle, request.budget.host)
+        if found is None:
+            most = middle
+        else:
+            kept, placements = middle, found
+    return _finish(request, placements)
 
 
 def _largest(model: ModelSpec) -> int:
