@@ -5,8 +5,8 @@ means something. The search goes up in leaps until a size is refused, then halve
 
 Note [Activations of a size]. A plan keeps what room there is for activations and cannot know what a batch takes of it,
 so the largest plan may be one that no batch fits in. They grow by the same with every layer: on a GPU they are measured
-with one layer and with two, and a plan with less room than that is refused too. Gradients, for which a plan has room of
-its own, go as they come while that is measured.
+with one layer and with two, and a plan with less room than that is refused too. Gradients go as they come while that is
+measured: a plan has room of its own for them, which activations may have until the first one comes.
 """
 
 import gc
@@ -28,7 +28,7 @@ from overspill.cli.meters import DTYPES
 from overspill.cli.sizes import Sizes
 from overspill.config import options
 from overspill.errors import BudgetError, OptionError
-from overspill.specs import human
+from overspill.specs import Activations, human
 
 Told = Callable[[str], None]
 Try = Callable[[Sizes], str | None]
@@ -92,21 +92,25 @@ def largest_planned(job: Job, told: Told) -> dict[str, Any]:
     """By the planner, within the budgets of the first plan, so that "auto" means the same for every size."""
     keywords: dict[str, Any] = {"micro_batches": job.training.micro_batches, **job.keywords}
     keywords |= fixed_budgets(plan(job.training, grid(job.search, 0), keywords))
-    dtype = DTYPES[options(keywords).precision]
+    chosen = options(keywords)
+    dtype, later = DTYPES[chosen.precision], chosen.update == "delayed" or job.training.micro_batches > 1
 
     def attempt(sizes: Sizes) -> str | None:
         try:
             made = plan(job.training, sizes, keywords)
         except BudgetError as error:
             return str(error)
-        room, needed = made.bytes_of("device", "activations"), round(HOLES * activations(job.training, sizes, dtype))
+        room, taken = made.bytes_of("device", "activations"), activations(job.training, sizes, dtype)
+        needed = Activations(round(HOLES * taken.before), round(HOLES * taken.after)).beside(
+            0 if later else _gradients(made)
+        )
         if needed > room:
             return f"expected room for {human(needed)} of activations beside what is planned, found {human(room)}"
         return None
 
     found = search(job.search, attempt, told)
-    chosen = plan(job.training, grid(job.search, found.place), keywords)
-    return {**asdict(found), "keywords": keywords, "peak": chosen.peaks, "plan": str(chosen)}
+    best = plan(job.training, grid(job.search, found.place), keywords)
+    return {**asdict(found), "keywords": keywords, "peak": best.peaks, "plan": str(best)}
 
 
 def plan(training: Training, sizes: Sizes, keywords: Mapping[str, Any]) -> overspill.Plan:
@@ -114,31 +118,41 @@ def plan(training: Training, sizes: Sizes, keywords: Mapping[str, Any]) -> overs
     return overspill.plan(model, torch.optim.AdamW(model.parameters(), lr=LR), **keywords)
 
 
-def activations(training: Training, sizes: Sizes, dtype: torch.dtype) -> int:
-    """Bytes that a batch takes on the GPU beside weights of this dtype. See Note [Activations of a size]."""
+def _gradients(made: overspill.Plan) -> int:
+    """The room that a plan has on the device for those that a step's only backward pass makes."""
+    return sum(made.bytes_of("device", what) for what in ("grad", "gradients before their update"))
+
+
+def activations(training: Training, sizes: Sizes, dtype: torch.dtype) -> Activations:
+    """What a batch takes on the GPU beside weights of this dtype. See Note [Activations of a size]."""
     device = compute_device()
     if device.type != "cuda":
-        return 0
+        return Activations(0, 0)
     one, two = (_beside_weights(replace(training, sizes=replace(sizes, layers=n)), dtype, device) for n in (1, 2))
-    return one + (sizes.layers - 1) * (two - one)
+    pairs = ((one.before, two.before), (one.after, two.after))
+    return Activations(*(first + (sizes.layers - 1) * (second - first) for first, second in pairs))
 
 
-def _beside_weights(training: Training, dtype: torch.dtype, device: torch.device) -> int:
+def _beside_weights(training: Training, dtype: torch.dtype, device: torch.device) -> Activations:
     model: Any = models.build(training, dtype, device)
     tokens = next(Batches(training, text_model.vocabulary(model), device))
+    peaks: list[int] = []
+
+    def came(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+        if not peaks:
+            peaks.append(torch.cuda.max_memory_allocated(device))
+            torch.cuda.reset_peak_memory_stats(device)
+
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(_let_go)
+        parameter.register_post_accumulate_grad_hook(came)
     weights = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     model(input_ids=tokens, labels=tokens).loss.backward()
-    taken = torch.cuda.max_memory_allocated(device) - weights
+    peaks.append(torch.cuda.max_memory_allocated(device))
     del model
     gc.collect()
-    return taken
-
-
-def _let_go(parameter: torch.Tensor) -> None:
-    parameter.grad = None
+    return Activations(*(peak - weights for peak in peaks))
 
 
 def fixed_budgets(made: overspill.Plan) -> dict[str, int]:

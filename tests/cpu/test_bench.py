@@ -4,12 +4,14 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import overspill
 from overspill.bench import configurations, largest, models, results, rows, searching, steps, timing
 from overspill.bench.configurations import Ours
 from overspill.bench.engines import OWN, Engine
@@ -20,6 +22,7 @@ from overspill.bench.searching import search
 from overspill.bench.watching import resident_of_group, used_bytes
 from overspill.cli.sizes import Sizes
 from overspill.errors import OptionError
+from overspill.specs import Activations
 from tests.commands import here
 
 TINY = ["--params", "300K", "--seq", "16", "--micro-batch", "1"]
@@ -160,21 +163,38 @@ def test_a_search_ends_between_two_sizes(limit: float, ratio: float) -> None:
         search({**asked, "least": 2 * limit}, attempt, lambda _: None)
 
 
-def test_a_plan_without_room_for_activations_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    keywords = {"gpu": 64 << 20, "host": 64 << 20}
-    job = Job(kind="plan", training=Training(seq=16), keywords=keywords, search={"least": 1e6, "ratio": 1.3})
-    free = searching.largest_planned(job, lambda _: None)
-    grown = dict[int, int]()
+@pytest.mark.parametrize("said", [{}, {"update": "eager", "kernels": "auto"}])
+def test_a_plan_without_room_for_activations_is_refused(said: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the first gradient of a step's only pass they may have the gradients' room, too."""
+    keywords = {"gpu": 64 << 20, "host": 64 << 20, **said}
+    training = Training(seq=16)
 
-    def measured(training: Training, sizes: Sizes, dtype: torch.dtype) -> int:
-        grown[sizes.parameters] = 8 * sizes.parameters
-        return grown[sizes.parameters]
+    def largest_of(taken: Activations, training: Training) -> tuple[overspill.Plan, Sizes, str]:
+        monkeypatch.setattr(searching, "activations", lambda training, sizes, dtype: taken)
+        job = Job(kind="plan", training=training, keywords=keywords, search={"least": 1e6, "ratio": 1.05})
+        found = searching.largest_planned(job, lambda _: None)
+        sizes = searching.grid(job.search, found["place"])
+        return searching.plan(training, sizes, found["keywords"]), sizes, found["refusal"]
 
-    monkeypatch.setattr(searching, "activations", measured)
-    found = searching.largest_planned(job, lambda _: None)
-    assert found["place"] < free["place"]
-    assert "of activations beside what is planned" in found["refusal"]
-    assert searching.HOLES * grown[searching.grid(job.search, found["place"]).parameters] < 64 << 20
+    def kept(plan: overspill.Plan) -> tuple[int, int]:
+        grads = sum(plan.bytes_of("device", what) for what in ("grad", "gradients before their update"))
+        return plan.bytes_of("device", "activations"), grads
+
+    taken = 24 << 20
+    free, before, after, twice = (
+        largest_of(activations, replace(training, micro_batches=count))
+        for activations, count in (
+            (Activations(0, 0), 1),
+            (Activations(taken, 0), 1),
+            (Activations(0, taken), 1),
+            (Activations(taken, 0), 2),
+        )
+    )
+    assert before[1].parameters < free[1].parameters and after[1].parameters < before[1].parameters
+    assert all("of activations beside what is planned" in refusal for *_, refusal in (before, after, twice))
+    room, grads = kept(before[0])
+    assert grads and room < searching.HOLES * taken <= room + grads
+    assert all(searching.HOLES * taken <= kept(plan)[0] for plan, *_ in (after, twice))
 
 
 @pytest.mark.parametrize(("precision", "item"), [("bf16", 2), ("fp16", 2), ("fp32", 4)])
@@ -185,9 +205,9 @@ def test_activations_are_measured_in_the_precision_that_is_asked_for(
     job = Job(kind="plan", training=Training(seq=16), keywords=keywords, search={"least": 1e6, "ratio": 3.0})
     seen = set[int]()
 
-    def measured(training: Training, dtype: torch.dtype, device: torch.device) -> int:
+    def measured(training: Training, dtype: torch.dtype, device: torch.device) -> Activations:
         seen.add(next(models.build(training, dtype, torch.device("meta")).parameters()).itemsize)
-        return 0
+        return Activations(0, 0)
 
     monkeypatch.setattr(searching, "compute_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(searching, "_beside_weights", measured)
