@@ -58,8 +58,10 @@ class Eager:
         self._taken: dict[int, _Begun] = {}
         self.room = 0
         """Bytes that are planned for gradients; 0: for all of them."""
-        self._waiting: dict[int, set[int]] = {}
-        """Unit -> parameters whose gradients are there, where updates have not begun."""
+        self._waiting: dict[int, dict[int, int]] = {}
+        """Unit -> parameters whose gradients are there, where updates have not begun, with their bytes."""
+        self._nbytes = 0
+        """Of those."""
         self._warned = False
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -99,15 +101,17 @@ class Eager:
         """Gradients that are not let go, because their unit's are not complete, may take more than is planned."""
         if not self.room or self._warned:
             return
-        self._waiting.setdefault(unit, set()).add(param)
-        total = sum(self._units[u].spec.params[i].grad_bytes for u, params in self._waiting.items() for i in params)
-        if total > self.room:
+        there = self._waiting.setdefault(unit, {})
+        if param not in there:
+            there[param] = self._units[unit].spec.params[param].grad_bytes
+            self._nbytes += there[param]
+        if self._nbytes > self.room:
             self._warned = True
             log.warning(
                 "%s of gradients wait for others of their units, and %s are planned: a parameter that gets no gradient "
                 "(an expert that nobody chose, one that is not used), or a backward pass inside of no_sync() keeps "
                 "them; say micro_batches, or use update='lazy', which plans for all",
-                human(total),
+                human(self._nbytes),
                 human(self.room),
             )
 
@@ -119,7 +123,7 @@ class Eager:
             return
         if self._take(unit, [{**self._groups[g], "params": own} for g, own in self._arrivals.members[unit]]):
             self._taken[unit] = _Begun(found, {g: snapshot(self._groups[g]) for g, _ in self._arrivals.members[unit]})
-            self._waiting.pop(unit, None)
+            self._nbytes -= sum(self._waiting.pop(unit, {}).values())
             for _, generation in found:
                 generation.spent = True
 
@@ -135,6 +139,7 @@ class Eager:
                 generation.spent = False
         self._taken.clear()
         self._waiting.clear()
+        self._nbytes = 0
         self._arrivals.forget()
         return jobs
 
