@@ -1,6 +1,7 @@
 """The user's door: everything public is here. Plans, builds the engine, and hands objects out."""
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -135,6 +136,9 @@ def plan(
             f'expected machine= as {{"device": bytes, "host": bytes}}, found {machine!r}; say both (and "link" and '
             '"disk", in bytes per second, if they are known), or leave it out for this machine'
         )
+    for name, value in (machine or {}).items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise OptionError(f"expected machine= with {name!r} as a number of bytes above zero, found {value!r}")
     chosen = options(keywords)
     check_trainable(model, optimizer, chosen)
     refuse_early_updates(chosen, None, world)

@@ -39,6 +39,13 @@ class Measured(NamedTuple):
         share = cores_used(how.threads) / cgroups.cores()
         return choose(Speeds(known.both, known.dram / self.locals, cores * share), sizes)
 
+    @property
+    def unknown(self) -> str:
+        """What would tell how fast bytes pass."""
+        if self.machine is None:
+            return "overspill probe measures how fast bytes pass"
+        return 'say how fast bytes pass: machine= with "link" (and "disk"), or --machine-link'
+
     def pace(self) -> Pace | None:
         """How fast bytes pass; None: there is no link."""
         if self.machine is not None:

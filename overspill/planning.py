@@ -21,7 +21,7 @@ from overspill.measured import Measured
 from overspill.plan.hands import Chosen
 from overspill.plan.memory import Request
 from overspill.plan.plan import Plan
-from overspill.plan.solver import finish, improve, page_sizes, resident_page_size, solve
+from overspill.plan.solver import finish, improve, page_sizes, resident_page_size, solve, timed
 from overspill.runtime import parts
 from overspill.runtime.updates import as_text
 from overspill.specs import (
@@ -276,7 +276,7 @@ def _plan_at(
                 "expected place= to be a plan of this model and optimizer with the same precision, micro_batches, "
                 "update and kernels, found another; plan anew with these keywords"
             )
-        return laid_out, _within(given, budget, chosen)
+        return laid_out, timed(request, _within(given, budget, chosen))
     if chosen.place and "nvme" in chosen.place.values() and not chosen.nvme:
         raise OptionError('expected nvme= with place= on nvme, found none; give a path on a fast disk: nvme="/scratch"')
     refused: BudgetError | None = None
@@ -289,21 +289,34 @@ def _plan_at(
         except BudgetError as error:
             refused = error
         else:
-            large = resident_page_size(made)
-            if large > page:
-                laid_out = lay_out(model, forms, large)
-                made = solve(_request(laid_out, chosen, (ground, budget, large), forms))
-            return laid_out, made
+            return _with_large_pages((laid_out, made), (model, chosen, forms), ground)
         if sum(len(unit.pages) for unit in laid_out.spec.units) > MOST_PAGES:
             break
     assert refused is not None, "there is at least one page size"
     raise refused
 
 
+def _with_large_pages(
+    found: tuple[Layout, Plan], what: tuple[nn.Module, Options, Forms], ground: Ground
+) -> tuple[Layout, Plan]:
+    """With the same homes, where nothing passes and large pages have room."""
+    (_, made), (model, chosen, forms) = found, what
+    large = resident_page_size(made)
+    if large <= made.page_bytes:
+        return found
+    laid_out = lay_out(model, forms, large)
+    request = _request(laid_out, chosen, (ground, made.budget, large), forms)
+    try:
+        return laid_out, finish(request, made.placements, made.limits)
+    except BudgetError:
+        return found
+
+
 def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int], forms: Forms) -> Request:
     ground, budget, page = where
     dtypes, place = _dtypes(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
-    cpu, paged = ground.device.type == "cpu", ground.device.type in parts.PAGED
+    # A machine of which a link is known has a GPU, whatever this one has.
+    cpu, paged = ground.device.type == "cpu", ground.device.type in parts.PAGED or "link" in (ground.machine or {})
     known = Measured(ground.device.type, ground.machine, ground.locals)
     return Request(
         laid_out.spec,
@@ -316,6 +329,7 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
         paged=paged,
         chosen=known.hands(laid_out.spec),
         pace=known.pace(),
+        unknown=known.unknown,
         spread=chosen.update != "lazy",
         locals=ground.locals,
     )

@@ -6,7 +6,8 @@ from typing import Any
 from overspill.bench.engines import Engine
 from overspill.bench.jobs import Job
 from overspill.bench.process import Outcome
-from overspill.times import Pace, Passing, times_of
+from overspill.specs import ROLES
+from overspill.times import Pace, Passing, behind, times_of
 
 Row = dict[str, Any]
 GB = 1e9
@@ -85,18 +86,25 @@ def floors(rows: Iterable[Row], rates: Mapping[str, float] | None) -> dict[str, 
         least = {"compute_seconds": computing, "link_seconds": (up + down) / rates["both"]}
         floor = max(least.values())
         found[name] = {**least, "moved_bytes": up + down, "floor_seconds": floor, "above": row["step_seconds"] / floor}
-        found[name]["predicted_seconds"] = _predicted(row, computing, Pace(**rates), Passing(up, down))
+        predicted = _predicted(row, computing, Pace(**rates), Passing(up, down))
+        found[name] |= {} if predicted is None else {"predicted_seconds": predicted}
     return found
 
 
-def _predicted(row: Row, computing: float, pace: Pace, moved: Passing) -> float:
-    """By the rule of plan/times.py, with what passed. Where blocks are recomputed a forward pass is a quarter of
-    computing, else a third."""
+def _predicted(row: Row, computing: float, pace: Pace, moved: Passing) -> float | None:
+    """By the rule of overspill/times.py, as a plan does, with what passed and what lives where; None: a plan would not
+    say. Where blocks are recomputed a forward pass is a quarter of computing, else a third."""
     training, update = row["settings"]["training"], row["settings"]["keywords"].get("update", "lazy")
+    report = row["report"]
+    if report["plan"]["limits"].get("hands", "streamed") != "streamed":
+        return None
     forward = computing / (4 if training["recompute"] else 3) / training["micro_batches"]
-    held = row["report"]["bytes"]["device"].get("updates passing", 0)
-    first = Passing(max(moved.up - held, 0), moved.down) if update == "lazy" else Passing()
-    times = times_of(pace, moved, first)
+    device, host = (report["bytes"].get(tier, {}) for tier in ("device", "host"))
+    weight, grad, state = (host.get(role, 0) for role in ROLES)
+    # Without them, or from a disk, pages are not brought ahead of a step.
+    ours = report["plan"]["dtypes"]["master"] != "none" and not report["bytes"].get("nvme")
+    once = behind(Passing(weight + grad + state, weight + state), device.get("updates passing", 0) if ours else 0)
+    times = times_of(pace, moved, once if update == "lazy" else Passing())
     assert times is not None, "the link's rates are known"
     return times.step(forward, computing - forward)
 
@@ -137,7 +145,8 @@ def floor_table(found: Mapping[str, Mapping[str, float]]) -> str:
             f"{floor['moved_bytes'] / GB:.2f}",
             f"{floor['link_seconds']:.4f}",
         ]
-        lines.append([name, *seconds, f"{floor['above']:.3f}", f"{floor['predicted_seconds']:.4f}"])
+        predicted = f"{floor['predicted_seconds']:.4f}" if "predicted_seconds" in floor else "-"
+        lines.append([name, *seconds, f"{floor['above']:.3f}", predicted])
     return aligned(lines)
 
 

@@ -40,6 +40,10 @@ class Elements:
         return self.arrays[1::2] if self.format == "compact" else ()
 
 
+GRAIN = 16
+"""Elements, and bytes of addresses: Triton has other kernels for what is no multiple of it."""
+
+
 class Addresses(NamedTuple):
     """As Elements on a GPU, but only where they are: views of them take longer to make than a kernel to launch."""
 
@@ -58,14 +62,14 @@ class Addresses(NamedTuple):
 
     def joined(self, other: "Addresses") -> "Addresses | None":
         """With others that lie right behind these in every array; None: they do not, or are of another kind, or chance
-        knows elements by their numbers."""
+        knows elements by their numbers, or one of them is better off alone, for it would slow the others down."""
         alike = (self.factors, self.dtypes, self.format, self.skip) == (
             other.factors,
             other.dtypes,
             other.format,
             other.skip,
         )
-        if not alike or self.format != "exact":
+        if not alike or self.format != "exact" or self.numel % GRAIN or other.numel % GRAIN:
             return None
         pairs = zip(self._places(), other._places(), strict=True)
         behind = all(one + self.numel * size == next for (one, size), (next, _) in pairs)

@@ -1,4 +1,4 @@
-"""The update rules as Triton kernels: the bits of kernels/reference.py, in one pass over a part of a page.
+"""The update rules as Triton kernels: the bits of kernels/reference.py, in one pass over neighbours in a page.
 
 Every operation has one rounding, as the reference says (its Note [Roundings]): what it fuses is, and nothing else,
 division and root are IEEE's, and scalars are computed on the host and handed in. What a gradient is multiplied with (an
@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from overspill.kernels.elements import Addresses, Elements
+from overspill.kernels.elements import GRAIN, Addresses, Elements
 from overspill.kernels.gpu_states import (
     FORMATS,
     LOW,
@@ -237,7 +237,7 @@ def _grid(at: Addresses) -> tuple[int, int, int]:
 
 def _is_usual(at: Addresses, places: Sequence[int]) -> bool:
     """As Triton tells kernels apart. See Note [Launches]."""
-    return at.numel % 16 == 0 and max(at.numel, at.first) < 1 << 31 and not any(place % 16 for place in places)
+    return at.numel % GRAIN == 0 and max(at.numel, at.first) < 1 << 31 and not any(place % GRAIN for place in places)
 
 
 RULES = {name: functools.partial(_launched, name) for name in _KERNELS}

@@ -12,6 +12,7 @@ from overspill.program import WAITING, Program
 from overspill.specs import (
     KERNEL_PIECE,
     ROLES,
+    TIERS,
     Activations,
     Budget,
     Limits,
@@ -59,6 +60,8 @@ class Request:
     """What they were seen to take, with a margin; None: not known yet."""
     pace: Pace | None = None
     """How fast bytes pass; None: there is no link."""
+    unknown: str = ""
+    """What would tell that."""
     spread: bool = False
     """Whether updates run all through a step, or in its first forward pass."""
     locals: int = 1
@@ -149,13 +152,14 @@ def simulated(request: Request, placements: tuple[Placement, ...], limits: Limit
     return simulate(Program(request.model, placements, limits), micro_batches=request.micro_batches)
 
 
-def first_of(model: ModelSpec, placements: tuple[Placement, ...], limits: Limits) -> Passing:
-    """What lazy updates move, but for what the ring holds already."""
-    units = [(unit, home) for unit, home in zip(model.units, placements, strict=True) if unit.pages]
-    states = sum(unit.state_bytes for unit, home in units if home.state != "device")
-    up = states + sum(unit.made_bytes for unit, home in units if home.grad != "device")
-    write = sum(unit.state_bytes for unit, home in units if home.state == "nvme")
-    read = write + sum(unit.made_bytes for unit, home in units if home.grad == "nvme")
-    held = limits.depth * ring_slot_bytes(model, placements) if limits.depth > 1 else 0
-    left = 1 - min(held / up, 1) if up else 0.0
-    return Passing(up * left, states, read * left, write)
+def first_of(request: Request, placements: tuple[Placement, ...], limits: Limits) -> tuple[Passing, int]:
+    """What passes until a first forward pass with lazy updates is over; and how much of it the ring holds before."""
+    model, pairs = request.model, list(zip(request.model.units, placements, strict=True))
+    come, go = dict[TierName, int](), dict[TierName, int]()
+    for tier in TIERS[1:]:
+        come[tier] = sum(u.role_bytes(role) for u, p in pairs for role in ROLES if p.of(role) == tier)
+        weights = sum(u.home_bytes for u, p in pairs if u.pages and p.weight == tier)
+        go[tier] = weights + sum(u.state_bytes for u, p in pairs if p.state == tier)
+    program = Program(model, placements, limits)
+    ring = limits.depth * ring_slot_bytes(model, placements) if request.paged and program.pipeable else 0
+    return Passing(sum(come.values()), sum(go.values()), come["nvme"], go["nvme"]), ring

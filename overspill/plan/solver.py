@@ -9,7 +9,7 @@ that is possible; where the other tiers have no room for what does not fit besid
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from overspill.errors import BudgetError
@@ -33,7 +33,7 @@ from overspill.specs import (
     ring_slot_bytes,
     staged_bytes,
 )
-from overspill.times import Passing, Times, times_of
+from overspill.times import Passing, behind, times_of
 
 LEAST_SHARE = 32
 """See Note [Room for activations]."""
@@ -94,15 +94,18 @@ def solve(request: Request) -> Plan:
     placements = _fill(request, room - kept, request.budget.host)
     if placements is None:
         raise _too_little_elsewhere(request, room - kept)
+    best = _finish(request, placements)
     # The most that fits lies between what does and what does not. See Note [Room for activations].
     while most - kept > request.budget.device // GRAIN:
         middle = (kept + most) // 2
-        found = _fill(request, room - middle, request.budget.host)
-        if found is None:
+        placements = _fill(request, room - middle, request.budget.host)
+        if placements is None:
             most = middle
-        else:
-            kept, placements = middle, found
-    return _finish(request, placements)
+            continue
+        # What more has to pass takes room for that, which may be more than what it leaves.
+        kept, made = middle, _finish(request, placements)
+        best = max(best, made, key=lambda plan: plan.bytes_of("device", "activations"))
+    return best
 
 
 def _largest(model: ModelSpec) -> int:
@@ -277,27 +280,23 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
     lines.append(Line("nvme", "file system", _file_system(lines)))
     if owned + _largest(model) > budget.device:
         raise _too_small(request, owned + _largest(model), placements)
-    moved = _moved(request, placements, limits)
-    times, untimed = _times(request, placements, limits, moved)
     plan = Plan(
         model=model,
         placements=placements,
         limits=limits,
         budget=budget,
         lines=tuple(line for line in lines if line.nbytes),
-        moved=moved,
+        moved=_moved(request, placements, limits),
         dtypes=dict(request.dtypes),
         page_bytes=request.page_bytes,
         staging=staging,
         why=chosen.why,
-        times=times,
-        untimed=untimed,
     )
     limits_of: dict[TierName, int] = {"host": budget.host, "nvme": budget.nvme}
     for tier, limit in limits_of.items():
         if plan.peak(tier) > limit:
             raise _tier_too_small(plan, tier, limit, request.locals)
-    return plan
+    return timed(request, plan)
 
 
 def _shared(request: Request, placements: tuple[Placement, ...], limits: Limits, staging: int) -> tuple[Chosen, int]:
@@ -326,19 +325,17 @@ def _moved(request: Request, placements: tuple[Placement, ...], limits: Limits) 
     return {str(lane): n for lane, n in moved.items()}
 
 
-def _times(
-    request: Request, placements: tuple[Placement, ...], limits: Limits, moved: Mapping[str, int]
-) -> tuple[Times | None, str]:
-    """Of a step, or why they are not known."""
+def timed(request: Request, made: Plan) -> Plan:
+    """With what a step takes here, or why that is not known."""
     if request.pace is None:
-        return None, ""
-    if limits.hands != "streamed":
+        return replace(made, times=None, untimed="")
+    if made.limits.hands != "streamed":
         # How fast the link and the cores are together is not foretold.
-        return None, "the host's cores update too"
-    passing = Passing(*(moved.get(lane, 0) for lane in (Lane.UP, Lane.DOWN, Lane.READ, Lane.WRITE)))
-    first = Passing() if request.spread else first_of(request.model, placements, limits)
+        return replace(made, times=None, untimed="the host's cores update too")
+    passing = Passing(*(made.moved.get(lane, 0) for lane in (Lane.UP, Lane.DOWN, Lane.READ, Lane.WRITE)))
+    first = Passing() if request.spread else behind(*first_of(request, made.placements, made.limits))
     found = times_of(request.pace, passing, first)
-    return found, "" if found is not None else "overspill probe measures how fast bytes pass"
+    return replace(made, times=found, untimed="" if found is not None else request.unknown)
 
 
 def _file_system(lines: list[Line]) -> int:

@@ -214,6 +214,14 @@ class Program:
         return self.placements[unit].state != "device" or self.placements[unit].grad != "device"
 
     @property
+    def pipeable(self) -> bool:
+        """Whether pages may pass through the ring by a thread of their own: by our kernels, and not from a disk, where
+        each is waited for."""
+        from_disk = any("nvme" in (p.state, p.grad) for p in self.placements)
+        passing = any(map(self.passes, range(len(self.placements))))
+        return self.update_lane == Lane.UPDATE and not self.shares_room and passing and not from_disk
+
+    @property
     def shares_room(self) -> bool:
         """Whether pages give their room up to gradients on their way home. See Note [Passing bytes]."""
         return self.limits.depth == 1

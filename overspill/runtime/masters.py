@@ -11,7 +11,7 @@ from overspill.runtime.edits import Edits, Place
 from overspill.runtime.generation import as_flat
 from overspill.runtime.pages import Pages, kept_of
 from overspill.runtime.ranks import Meeting
-from overspill.specs import PartSpec
+from overspill.specs import KERNEL_PIECE, PartSpec
 from overspill.units.local import is_wrapper, part_for
 from overspill.units.unit import Unit
 
@@ -76,9 +76,9 @@ class Masters:
 
     def _share(self, unit: int, param: int, which: int) -> Tensor:
         """What this rank has of a parameter's masters."""
-        span, found = self._units[unit].spec.params[param].owned, dict(self._own((unit, param)))
+        span = self._units[unit].spec.params[param].owned
         out = torch.zeros(span.room, dtype=torch.float32, device=self._pages.device)
-        for begin, piece in found.items():
+        for begin, piece in self._own((unit, param)):
             at = span.locate(begin)
             out[at : at + piece.numel()].copy_(piece)
         return out
@@ -89,12 +89,12 @@ class Masters:
         u, param = place
         for page, part in self._parts[place]:
             weight = self._units[u].elements(param, part.begin, part.end)
-            memory = self._pages.read(u, page)
-            kept = kept_of(self._pages.spec(u, page), part, memory).to(weight.device)
-            yield (
-                part.begin,
-                weight.float() if (u, param, part.begin) in self.edits.stale else masters.join(weight, kept),
-            )
+            kept = kept_of(self._pages.spec(u, page), part, self._pages.read(u, page))
+            stale = (u, param, part.begin) in self.edits.stale
+            for begin in range(0, part.numel, KERNEL_PIECE):
+                own = weight[begin : begin + KERNEL_PIECE]
+                rest = kept[begin : begin + KERNEL_PIECE].to(weight.device)
+                yield part.begin + begin, own.float() if stale else masters.join(own, rest)
 
     def accept(self, p: nn.Parameter, value: Tensor) -> bool:
         """Give a parameter a value of higher precision than its own; False if it has no master."""
@@ -124,7 +124,9 @@ class Masters:
 
 def _split(master: Tensor, weight: Tensor, kept: Tensor) -> None:
     """Into weights on the device and a page that may be in host memory."""
-    here = kept if kept.device == weight.device else torch.empty_like(kept, device=weight.device)
-    masters.split(master, weight, here)
-    if here is not kept:
-        kept.copy_(here)
+    for begin in range(0, weight.numel(), KERNEL_PIECE):
+        own, rest = (array[begin : begin + KERNEL_PIECE] for array in (weight, kept))
+        here = rest if rest.device == own.device else torch.empty_like(rest, device=own.device)
+        masters.split(master[begin : begin + KERNEL_PIECE], own, here)
+        if here is not rest:
+            rest.copy_(here)

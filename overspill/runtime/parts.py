@@ -13,7 +13,7 @@ from torch import Tensor
 
 from overspill.errors import BudgetError
 from overspill.kernels.reference import Rule
-from overspill.program import Lane, Program
+from overspill.program import Program
 from overspill.runtime.adopt import Source, adopt
 from overspill.runtime.collect import Collector
 from overspill.runtime.executor import Executor
@@ -166,7 +166,7 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
     """Adopt the model's weights unit by unit and wire up the ops."""
     recorder, model, placements = Recorder(), program.model, program.placements
     comm = materials.comm
-    program = replace(program, piped=_is_piped(program, materials.device))
+    program = replace(program, piped=materials.device.type in PAGED and program.pipeable)
     ranks = Ranks(comm, [unit.name for unit in model.units]) if comm is not None else None
     executor = Executor(program, Lanes(materials.device, recorder), ranks)
     # Weights first: what is in host memory already moves into the first slots of the arena.
@@ -218,15 +218,6 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
                 log.warning("the plan is for the host's cores, and there is no native library: the GPU updates alone")
         executor.pager = Pager(executor, passage, materials.device, cores)
     return Made(units, executor, weights, grads, pages, masters, update, updates, recorder, ranks, collector)
-
-
-def _is_piped(program: Program, device: torch.device) -> bool:
-    """Whether pages pass through the ring by a thread of their own: by our kernels, and not from a disk, where each is
-    waited for."""
-    from_disk = any("nvme" in (p.state, p.grad) for p in program.placements)
-    passing = any(map(program.passes, range(len(program.placements))))
-    ours = program.update_lane == Lane.UPDATE and not program.shares_room
-    return device.type in PAGED and ours and passing and not from_disk
 
 
 def _weight_home(tiers: Mapping[TierName, Tier], name: TierName, unit: UnitSpec) -> Home | None:

@@ -1,10 +1,8 @@
-"""Updates by addresses alone, as a GPU's kernels take them: they are where the arrays are."""
+"""Updates by addresses alone, as a GPU's kernels take them: they are where the arrays are, and few launches do."""
 
 import ctypes
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +14,9 @@ from overspill.kernels import executors, reference
 from overspill.kernels.elements import Addresses, Elements
 from overspill.kernels.executors import Executor, in_torch
 from overspill.kernels.reference import ieee_root
+from overspill.plan import solver
 from overspill.runtime import kernel_update, parts, rooms
-from overspill.specs import STATE_BLOCK
-from overspill.trace import OwnTime
+from overspill.specs import KERNEL_PIECE, STATE_BLOCK
 from tests.cpu.test_ahead import check, loop, prepare, trained
 from tests.reference import weights
 
@@ -172,14 +170,15 @@ def test_neighbours_are_updated_in_one_launch(
         {"skip": 9},
         {"dtypes": (torch.bfloat16, torch.int16, torch.float32)},
         {"format": "bf16"},
+        {"numel": 7},
     ],
     ids=str,
 )
 def test_what_is_no_neighbour_is_not_joined(change: dict[str, Any]) -> None:
     dtypes = (torch.bfloat16, torch.int16, torch.bfloat16)
     at = Addresses(1000, 2000, 3000, (8,), (4000, 5000), 16, dtypes, "exact", 0, 1)
-    behind = at._replace(weight=1032, kept=2032, gradient=3032, arrays=(4064, 5064), numel=7, first=3, key=2)
-    assert at.joined(behind) == at._replace(numel=23)
+    behind = at._replace(weight=1032, kept=2032, gradient=3032, arrays=(4064, 5064), numel=48, first=3, key=2)
+    assert at.joined(behind) == at._replace(numel=64)
     assert at.joined(behind._replace(**change)) is None
     assert behind.joined(at) is None
 
@@ -206,14 +205,32 @@ def test_pages_that_pass_nowhere_are_large(keywords: dict[str, Any], page: int, 
     assert made.page_bytes == page and sum(len(unit.pages) for unit in made.model.units) == pages
 
 
-def test_what_a_plain_loop_does_too_is_not_our_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([1.0, 10.0, 14.0, 16.0, 20.0, 21.0])
-    monkeypatch.setattr(sys.modules["overspill.trace"], "time", SimpleNamespace(thread_time=lambda: next(clock)))
-    own, before = OwnTime(), OwnTime.total
-    with own, own, own.plain():
-        pass
-    assert own.seconds - before == 16.0 - 1.0 - (14.0 - 10.0)
-    with own.plain():
-        pass
-    assert own.seconds - before == 11.0, "not within a call of ours"
-    OwnTime.total = before
+def test_large_pages_change_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little host memory there is, and at the edge of where all fits on the device."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(16)))
+
+    def planned(gpu: int, host: int) -> overspill.Plan:
+        optimizer = torch.optim.AdamW(model.parameters())
+        return overspill.plan(model, optimizer, machine={"device": 1 << 37, "host": 1 << 37}, gpu=gpu, host=host)
+
+    budgets = [(gpu, 1 << 20) for gpu in range(15_837_691_904, 16_200_000_000, 134_217_728)]
+    budgets += [(gpu, 1 << 36) for gpu in range(30_000_000_000, 32_000_000_000, 134_217_728)]
+    found = [planned(*budget) for budget in budgets]
+    assert {plan.page_bytes > solver.PAGE[1] for plan in found} == {True, False}
+    monkeypatch.setattr(solver, "LARGE_PAGE", 0)
+    before = [planned(*budget) for budget in budgets]
+    assert [plan.placements for plan in found] == [plan.placements for plan in before]
+
+
+def test_masters_are_read_and_written_in_pieces_however_large_a_page_is() -> None:
+    model = nn.Linear(1024, 3 * KERNEL_PIECE // 1024, bias=False)
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    model, optimizer = overspill.prepare(model, torch.optim.AdamW(model.parameters()))
+    masters = optimizer.engine.parts.made.masters
+    pieces = list(masters.pieces((0, 0)))
+    assert [begin for begin, _ in pieces] == list(range(0, 3 * KERNEL_PIECE, KERNEL_PIECE))
+    assert torch.equal(model.state_dict()["weight"], first["weight"])
+    second = torch.randn(first["weight"].shape)
+    model.load_state_dict({"weight": second})
+    assert torch.equal(model.state_dict()["weight"], second)

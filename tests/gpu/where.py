@@ -11,5 +11,5 @@ kernels = pytest.mark.interpreted
 
 
 def fewer(count: int) -> int:
-    """Elements, of several blocks of a kernel at least; a multiple of 16 stays one."""
+    """Elements; a multiple of 16 stays one."""
     return count % 16 + count // 9 // 16 * 16 if INTERPRETED else count
