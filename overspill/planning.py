@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from overspill.config import FORMATS, Options, parse_nvme, parse_size
+from overspill.config import Options, parse_nvme, parse_size
 from overspill.errors import BudgetError, OptionError, OverspillError, RankError, TierError
-from overspill.kernels.masters import KEPT
-from overspill.kernels.reference import Rule, rule_of
+from overspill.forms import DTYPES, dtypes_of, forms_of
 from overspill.measured import Measured
 from overspill.plan.hands import Chosen
 from overspill.plan.memory import Request
@@ -33,21 +32,16 @@ from overspill.specs import (
     Placement,
     Role,
     Sharding,
-    StateFormat,
     human,
 )
 from overspill.tiers import check_folder, device_available, disk_free, host_available
 from overspill.units.layout import Forms, Layout, lay_out
-from overspill.units.states import StateProbe
 
 if TYPE_CHECKING:
     from overspill.comm import Comm
 
 log = logging.getLogger("overspill")
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-WIDTHS = {"exact": "fp32", "bf16": "bf16", "compact": "8 bits"}
-"""Of what an update keeps, by format."""
 MOST_PAGES = 1000
 """With more pages than this, smaller ones would save next to nothing, and take minutes to plan."""
 AUTO_SHARE = {"cuda": (0.92, 0.8), "cpu": (0.4, 0.4)}
@@ -55,15 +49,6 @@ AUTO_SHARE = {"cuda": (0.92, 0.8), "cpu": (0.4, 0.4)}
 _ELEMENTWISE = "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD"
 ELEMENTWISE = {getattr(torch.optim, name) for name in _ELEMENTWISE.split()}
 """Those that treat every element by itself: ranks may own any elements. The others need whole parameters."""
-
-
-def update_rule(optimizer: torch.optim.Optimizer, chosen: Options) -> Rule | None:
-    """Our own rule for this optimizer's updates; None: its own `step` does them."""
-    if chosen.precision == "fp32" or chosen.kernels == "torch":
-        return None
-    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
-        return None
-    return rule_of(optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,53 +80,6 @@ class Ground:
         # Beside tensor parallelism more ranks are here than train the same parameters.
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
         return max(found, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if joined and self.machine is None else found
-
-
-def forms_of(optimizer: torch.optim.Optimizer, chosen: Options, sharding: Sharding) -> Forms:
-    dtype, rule = DTYPES[chosen.precision], update_rule(optimizer, chosen)
-    wide = torch.float32 if chosen.micro_batches > 1 else None
-    format = StateFormat(master=KEPT.get(dtype), fields=rule.fields if rule else None)
-    saying = [group for group in optimizer.param_groups if "states" in group]
-    said = {id(p): _format(group["states"]) for group in saying for p in group["params"]}
-    if rule is None and {chosen.states, *said.values()} != {"exact"}:
-        raise OptionError(
-            f"expected states='exact' where the optimizer's own step runs, found {chosen.states!r}; other formats are "
-            "for torch's Adam, AdamW, SGD and Adagrad, with precision='bf16' or 'fp16' and kernels='auto'"
-        )
-    grads = 2 if chosen.update == "delayed" else 0 if rule is not None and _consumes(chosen) else 1
-    return Forms(dtype, wide, format, StateProbe(optimizer).bytes_of, sharding, chosen.states, grads, said)
-
-
-def _consumes(chosen: Options) -> bool:
-    """Whether gradients are let go in the backward pass: where that makes their updates due, and no other adds to them
-    before, unless they are told to live elsewhere."""
-    if chosen.update != "eager" or chosen.micro_batches > 1:
-        return False
-    if isinstance(chosen.place, Plan):
-        return not any(p.grads for unit in chosen.place.model.units for p in unit.params)
-    return chosen.place is None or chosen.place.get("grad", "device") == "device"
-
-
-def _format(name: Any) -> str:
-    if name not in FORMATS:
-        raise OptionError(f"expected 'states' of a parameter group to be one of {FORMATS}, found {name!r}")
-    return str(name)
-
-
-def _dtypes(forms: Forms, chosen: Options) -> dict[str, str]:
-    """The dtype of every role, in words."""
-    narrow = forms.state.master is not None
-    compact = forms.states == "compact"
-    masters = {"bf16": "24 bits (the weight and 8)" if compact else "fp32 (the weight and 16 bits)", "fp16": "fp32"}
-    fields = forms.state.fields
-    return {
-        "weight": chosen.precision,
-        "gradient": f"{chosen.precision}, sums fp32" if narrow else chosen.precision,
-        "master": masters.get(chosen.precision, "the weight itself"),
-        "state": "as the optimizer makes it"
-        if fields is None
-        else ", ".join(f"{name} {WIDTHS[chosen.states]}" for name in fields) or "none",
-    }
 
 
 def make_plan(
@@ -314,7 +252,7 @@ def _with_large_pages(
 
 def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int], forms: Forms) -> Request:
     ground, budget, page = where
-    dtypes, place = _dtypes(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
+    dtypes, place = dtypes_of(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
     # A machine of which a link is known has a GPU, whatever this one has.
     cpu, paged = ground.device.type == "cpu", ground.device.type in parts.PAGED or "link" in (ground.machine or {})
     known = Measured(ground.device.type, ground.machine, ground.locals)

@@ -18,8 +18,9 @@ from typing import Protocol
 import torch
 
 from overspill.config import Options
+from overspill.forms import forms_of
 from overspill.plan.plan import Plan
-from overspill.planning import Ground, forms_of, improved, rearranged
+from overspill.planning import Ground, improved, rearranged
 from overspill.runtime.engine import Engine
 from overspill.specs import ROLES, Activations, MiB, Role, human
 

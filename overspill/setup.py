@@ -15,9 +15,10 @@ from torch import nn
 
 from overspill.config import Options, parse_nvme
 from overspill.errors import BudgetError, ModelError, OptionError, StateError
+from overspill.forms import DTYPES, update_rule
 from overspill.kernels.masters import KEPT
 from overspill.plan.plan import Plan
-from overspill.planning import DTYPES, Ground, update_rule
+from overspill.planning import Ground
 from overspill.runtime.building import builder_of, span_of
 from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine

@@ -36,9 +36,10 @@ LAYERS: dict[str, tuple[int, frozenset[str]]] = {
     **dict.fromkeys(("runtime", "modules"), (3, ZERO | {"units", "tiers", "kernels", "comm", "program"})),
     "checkpoint": (4, ZERO | {"units", "tiers"}),
     **dict.fromkeys(("loading", "saving", "measured"), (5, BELOW_API)),
-    "planning": (5, BELOW_API | {"measured"}),
-    "setup": (5, BELOW_API | {"loading", "planning"}),
-    "replanning": (5, BELOW_API | {"planning"}),
+    "forms": (5, BELOW_API),
+    "planning": (5, BELOW_API | {"measured", "forms"}),
+    "setup": (5, BELOW_API | {"loading", "planning", "forms"}),
+    "replanning": (5, BELOW_API | {"planning", "forms"}),
     "api": (5, BELOW_API | {"planning", "replanning", "setup", "saving"}),
     **dict.fromkeys(DOORS, (6, ZERO | DOORS | {"api", ROOT_MODULE})),
     # What a machine can do is measured on its tiers, and by the kernels themselves.

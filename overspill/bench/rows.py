@@ -6,6 +6,7 @@ from typing import Any
 from overspill.bench.engines import Engine
 from overspill.bench.jobs import Job
 from overspill.bench.process import Outcome
+from overspill.config import OWN_STATES
 from overspill.specs import ROLES
 from overspill.times import Pace, Passing, behind, times_of
 
@@ -101,8 +102,8 @@ def _predicted(row: Row, computing: float, pace: Pace, moved: Passing) -> float 
     forward = computing / (4 if training["recompute"] else 3) / training["micro_batches"]
     device, host = (report["bytes"].get(tier, {}) for tier in ("device", "host"))
     weight, grad, state = (host.get(role, 0) for role in ROLES)
-    # Without them, or from a disk, pages are not brought ahead of a step.
-    ours = report["plan"]["dtypes"]["master"] != "none" and not report["bytes"].get("nvme")
+    # Others, and those from a disk, are not brought ahead of a step.
+    ours = report["plan"]["dtypes"]["state"] != OWN_STATES and not report["bytes"].get("nvme")
     once = behind(Passing(weight + grad + state, weight + state), device.get("updates passing", 0) if ours else 0)
     times = times_of(pace, moved, once if update == "lazy" else Passing())
     assert times is not None, "the link's rates are known"

@@ -316,8 +316,10 @@ def row(name: str, engine: str, seconds: float, **more: Any) -> dict[str, Any]:
 
 def test_the_least_possible_step_is_computing_or_moving() -> None:
     settings = {"training": {"recompute": False, "micro_batches": 1}, "keywords": {}}
+    plan = {"limits": {"hands": "streamed"}, "dtypes": {"state": "exp_avg fp32"}}
     reports = [
-        {"moved": {"up": n, "down": n, "read": 9}, "bytes": {"device": {"updates passing": 5}}} for n in (10, 100)
+        {"moved": {"up": n, "down": n}, "bytes": {"device": {"updates passing": 5}, "host": {"state": n}}, "plan": plan}
+        for n in (10, 100)
     ]
     ours = [row(f"ours {report['moved']['up']}", "ours", 2.2, report=report, settings=settings) for report in reports]
     rates = {"up": 60.0, "down": 50.0, "both": 100.0}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import overspill
+from overspill.errors import BudgetError
 from overspill.kernels import executors, reference
 from overspill.kernels.elements import Addresses, Elements
 from overspill.kernels.executors import Executor, in_torch
@@ -210,17 +211,23 @@ def test_large_pages_change_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(16)))
 
-    def planned(gpu: int, host: int) -> overspill.Plan:
-        optimizer = torch.optim.AdamW(model.parameters())
-        return overspill.plan(model, optimizer, machine={"device": 1 << 37, "host": 1 << 37}, gpu=gpu, host=host)
+    def planned(gpu: int, host: int) -> tuple[bool, Any]:
+        """Whether pages are large, and the homes; or why there is no plan."""
+        optimizer, machine = torch.optim.AdamW(model.parameters()), {"device": 1 << 37, "host": 1 << 37}
+        try:
+            made = overspill.plan(model, optimizer, machine=machine, gpu=gpu, host=host)
+        except BudgetError as error:
+            return False, str(error)
+        return made.page_bytes > solver.PAGE[1], made.placements
 
-    budgets = [(gpu, 1 << 20) for gpu in range(15_837_691_904, 16_200_000_000, 134_217_728)]
-    budgets += [(gpu, 1 << 36) for gpu in range(30_000_000_000, 32_000_000_000, 134_217_728)]
+    budgets = [(gpu, 1 << 20) for gpu in range(16_000_000_000, 16_500_000_000, 1 << 26)]
+    budgets += [(gpu, 1 << 36) for gpu in range(30_000_000_000, 32_000_000_000, 1 << 27)]
     found = [planned(*budget) for budget in budgets]
-    assert {plan.page_bytes > solver.PAGE[1] for plan in found} == {True, False}
+    assert {large for large, _ in found} == {True, False}
     monkeypatch.setattr(solver, "LARGE_PAGE", 0)
     before = [planned(*budget) for budget in budgets]
-    assert [plan.placements for plan in found] == [plan.placements for plan in before]
+    assert not any(large for large, _ in before)
+    assert [homes for _, homes in found] == [homes for _, homes in before]
 
 
 def test_masters_are_read_and_written_in_pieces_however_large_a_page_is() -> None:
