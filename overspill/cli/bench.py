@@ -241,7 +241,7 @@ UpdateEngines = Annotated[
 ]
 Counts = Annotated[str, o.described(MODEL, "Parameters: 500M,1B,2B,4B.", "500M", "--params")]
 Cores = Annotated[str | None, o.described(WORK, "Numbers of cores: 16,2.", "all")]
-Rounds = Annotated[int, o.described(WORK, "Of which the fastest counts.", 5)]
+Rounds = Annotated[int, o.described(WORK, "Of which the median counts.", 5)]
 
 
 @bench.command()
