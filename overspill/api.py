@@ -28,7 +28,7 @@ from overspill.setup import (
     refuse_early_updates,
     say_what_is_cast,
 )
-from overspill.tiers import current
+from overspill.tiers import current, no_budgets
 
 __all__ = [
     "Plan",
@@ -92,7 +92,7 @@ def prepare(
         laid_out, made = make_plan(model, optimizer, chosen, ground)
         log.info("%s", made)
         say_what_is_cast(model, chosen)
-        with current(ground.device):
+        with current(ground.device), no_budgets(ground.device):
             engine = build_engine(model, optimizer, (laid_out, made), (chosen, ground))
     except BaseException:
         if comm is not None:

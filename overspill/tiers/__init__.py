@@ -10,7 +10,7 @@ May be imported here: `overspill.errors`, `specs`, `config`, `trace`, `native`, 
 """
 
 from overspill.tiers.base import Slot, Tier
-from overspill.tiers.device import HeldBudget, current, keep_no_freed_memory, share_one_heap
+from overspill.tiers.device import HeldBudget, current, keep_no_freed_memory, no_budgets, share_one_heap
 from overspill.tiers.driver import Event, Together, in_one_go, recorded
 from overspill.tiers.growing import GrowingTier
 from overspill.tiers.host import HostTier
@@ -42,6 +42,7 @@ __all__ = [
     "host_available",
     "in_one_go",
     "keep_no_freed_memory",
+    "no_budgets",
     "node_of",
     "recorded",
     "resident_bytes",

@@ -4,7 +4,8 @@ import ctypes
 import logging
 import os
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,19 @@ class HeldBudget:
 
     def close(self) -> None:
         self._finalizer()
+
+
+@contextmanager
+def no_budgets(device: torch.device) -> Iterator[None]:
+    """While a model moves in: those that are there already may have filled theirs, and it has none yet."""
+    if not _budgets.get(device):
+        yield
+        return
+    torch.cuda.set_per_process_memory_fraction(_caps[device], device)
+    try:
+        yield
+    finally:
+        _limit(device)
 
 
 def _use_growing_segments() -> None:

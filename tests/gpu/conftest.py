@@ -25,6 +25,15 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def products_have_their_workspaces() -> None:
+    """32 MiB for each thread that multiplies matrices, which torch keeps: more than tight budgets have room for, so
+    it would matter which test is the first of its process."""
+    if torch.cuda.is_available():
+        one = torch.ones(64, 64, device="cuda", requires_grad=True)
+        (one @ one).sum().backward()
+
+
 @pytest.fixture(autouse=True)
 def nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "cache", lambda: tmp_path / "none.json")

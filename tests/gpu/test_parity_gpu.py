@@ -11,6 +11,7 @@ from torch import nn
 import overspill
 from overspill.program import Kind
 from overspill.specs import MiB
+from overspill.tiers.device import GROWTH
 from tests import small
 from tests.reference import Recipe, differing, train, weights
 
@@ -133,6 +134,28 @@ def test_torch_reserves_no_more_than_the_budget(asked: int) -> None:
     assert torch.cuda.max_memory_reserved() - base <= 2048 * MiB
     del kept
     overspill.close(model)
+
+
+def test_a_model_moves_in_beside_one_that_has_filled_its_budget() -> None:
+    recipe = Recipe(steps=4, clip=1.0)
+    expected = plain(wide, recipe)[1]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    base, budget, place = torch.cuda.memory_reserved(), 256 * MiB, {"state": "host"}
+    prepared, kept = [], []
+    for _ in range(2):
+        model = wide()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        prepared.append(overspill.prepare(model, optimizer, precision="fp32", gpu=budget, place=place))
+        with pytest.raises(torch.OutOfMemoryError):
+            while True:
+                kept.append(torch.empty(8 * MiB, dtype=torch.uint8, device="cuda"))
+    kept.clear()
+    assert torch.cuda.max_memory_reserved() - base <= 2 * (budget + GROWTH)
+    for model, optimizer in prepared:
+        train(model, optimizer, small.batches(), recipe, small.loss_of)
+    for model, _ in prepared:
+        assert differing(weights(overspill.close(model)), expected) == []
 
 
 @pytest.mark.parametrize("kind", [Kind.PAGE_GRADS, Kind.UPDATE, None])
