@@ -48,10 +48,18 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
+class Normed(Deep):
+    """Norms with running statistics stay fp32: their states are made in the first step."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.blocks = nn.ModuleList(nn.Sequential(block, nn.BatchNorm1d(width)) for block in self.blocks)
+
+
 def trained(place: str, nvme: Path, delays: dict[Kind, float] | None = None, **keywords: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     clip, gpu = keywords.pop("clip", 0.0), keywords.pop("gpu", "128MiB")
-    model: Any = Deep(keywords.pop("width", WIDTH)).cuda()
+    model: Any = keywords.pop("build", Deep)(keywords.pop("width", WIDTH)).cuda()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = overspill.prepare(
         model, optimizer, place=HOMES[place], gpu=gpu, nvme=nvme, **{"host": "256MiB", **keywords}
@@ -97,6 +105,13 @@ def test_delays_change_no_bit(kind: Kind, place: str, tmp_path: Path) -> None:
     for update, clip in (("lazy", 1e-3), ("eager", 0.0)):
         expected = trained("device", tmp_path, clip=clip)
         check(trained(place, tmp_path, {kind: 0.002}, update=update, clip=clip), expected)
+
+
+@pytest.mark.parametrize("update", ["lazy", "eager"])
+def test_states_that_are_made_in_the_first_step(update: str, ring: None, tmp_path: Path) -> None:
+    expected = trained("device", tmp_path, build=Normed)
+    for kind in (Kind.PAGE_GRADS, Kind.UPDATE, Kind.STATE_STORE):
+        check(trained("states", tmp_path, {kind: 0.002}, update=update, build=Normed), expected)
 
 
 @pytest.mark.parametrize("kind", [None, *PASSING])
