@@ -227,7 +227,8 @@ class Generation:
         with own_time.plain():
             dtype = full_dtype(first.spec) if first.narrow else None
             found = list(torch._foreach_norm(values, order, dtype=dtype))
-        return found if first.factor is None else list(torch._foreach_mul(found, first.factor))
+        factor = first.factor if first.narrow else None
+        return found if factor is None else list(torch._foreach_mul(found, factor))
 
     def add(self, contribution: Callable[[Tensor], object]) -> None:
         """The bytes are on the device: make the changes that wait, then add. The sum is wide."""

@@ -128,23 +128,24 @@ class Gradients:
         """Whether what is added now comes from a backward pass and is to be averaged over ranks first."""
         return self.reduced is not None and self.reduced.synced() and torch._C._current_graph_task_id() != -1
 
-    def add(self, generation: Generation, value: Tensor, alpha: float = 1) -> None:
-        """Another micro-batch contributes, or the user adds something."""
+    def add(self, generation: Generation, value: Tensor, alpha: float, made: bool) -> None:
+        """Another micro-batch contributes (`made`), or the user adds something."""
         check_change(generation)
         generation.stepped = False
         unit, spec = generation.unit, generation.spec
         in_backward = torch._C._current_graph_task_id() != -1
         if self.reduced is not None and self.reduces():
-            self.reduced.put(generation, self._laid_out(unit, generation.param, value), self.factor)
+            value = self._laid_out(unit, generation.param, value if made else value.to(full_dtype(spec)))
+            self.reduced.put(generation, value, self.factor if made else None)
             return
         if in_backward and self.reduced is not None and not generation.local:
             self._hold(generation)
         taken = generation.kept or unit in self._executor.state.pending
-        if generation.zero and not generation.todo and not taken and in_backward and spec.dtype in NARROW:
+        if generation.zero and not generation.todo and not taken and made and spec.dtype in NARROW:
             # Nothing was there: a narrow contribution stays narrow.
             self._begin(generation, value)
             return
-        if self.factor is not None and in_backward and value.dtype == spec.dtype:
+        if self.factor is not None and made:
             value = value.to(full_dtype(spec)) * self.factor
         if generation.lent or generation.span is not None or taken:
             # An update that is due takes the gradient as it was.
@@ -184,8 +185,11 @@ class Gradients:
 
     def _begin(self, generation: Generation, value: Tensor) -> None:
         """A generation without bytes gets the first contribution of this backward pass."""
+        factor = self.factor
+        if factor is not None and value.dtype == full_dtype(generation.spec):
+            value, factor = value * factor, None
         generation.value, generation.dtype = value, value.dtype
-        generation.factor, generation.zero = self.factor, False
+        generation.factor, generation.zero = factor, False
         if not self._move_in(generation):
             generation.value = generation.empty(self._device, value.dtype).copy_(value)
         generation.norms.clear()

@@ -3,8 +3,12 @@
 torch's own clipping, gradient scalers and `zero_grad` work on it unchanged: norms come from the engine, changes in
 place are written down (generation.py, Note [Generations]), and any other reader gets a copy. Views, and changes that
 cannot be written down, get the gradient's own bytes (gradients.py, Note [Lent gradients]).
+
+Note [Who adds]: under fp16 what autograd adds is scaled, and what a hook of the user's adds in the same backward pass
+is not; their dtypes may be the same. What Python asks for comes by `__torch_function__`, what autograd adds does not.
 """
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +26,14 @@ aten = torch.ops.aten
 
 LATER = {aten.mul_, aten.div_, aten.clamp_, aten.clamp_min_, aten.clamp_max_, aten.neg_, aten.nan_to_num_}
 """Changes in place that only need the gradient itself, so they can be applied when its bytes come by."""
+
+
+_python = threading.local()
+
+
+def _by_autograd() -> bool:
+    """See Note [Who adds]."""
+    return torch._C._current_graph_task_id() != -1 and not getattr(_python, "asks", False)
 
 
 class GradHandle(torch.Tensor):
@@ -87,6 +99,15 @@ class GradHandle(torch.Tensor):
         return self._cell[0]
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before, _python.asks = getattr(_python, "asks", False), True
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        finally:
+            _python.asks = before
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -104,7 +125,7 @@ class GradHandle(torch.Tensor):
                 _write_down(first, lambda g, *rest: func(g, *rest, **kwargs), args[1:], packet is aten.mul_)
                 return first
             rewritten = packet in (aten.add_, aten.zero_, aten.copy_, aten.fill_)
-            if rewritten and (not first.generation.lent or (packet is aten.add_ and first._book.reduces())):
+            if rewritten and (not first.generation.lent or (packet is aten.add_ and _is_more(first._book))):
                 return _rewrite(packet, first, args, kwargs)
         return _at_once(func, args, kwargs)
 
@@ -114,6 +135,11 @@ def gradient_of(p: Tensor | None) -> Generation | None:
     gradient = None if p is None else p.grad
     part = None if gradient is None else local_of(gradient)
     return part.generation if isinstance(part, GradHandle) else None
+
+
+def _is_more(book: Gradients) -> bool:
+    """Whether what is added now is more than its bytes say: to be averaged first, or scaled."""
+    return book.reduces() or (book.factor is not None and _by_autograd())
 
 
 def _bytes(x: Any) -> Any:
@@ -147,7 +173,7 @@ def _rewrite(packet: Any, handle: GradHandle, args: tuple[Any, ...], kwargs: dic
         value = _bytes(args[1])
         if not isinstance(value, Tensor) or value.shape != handle.shape:
             value = torch.as_tensor(value, dtype=handle.dtype, device=handle.device).expand(handle.shape)
-        book.add(old, value, kwargs.get("alpha", 1))
+        book.add(old, value, kwargs.get("alpha", 1), made=_by_autograd())
     elif packet is aten.zero_:
         handle._cell[0] = Generation(old.unit, old.param, old.spec, None)
     else:

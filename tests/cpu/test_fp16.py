@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import overspill
 from overspill.errors import StateError
+from overspill.runtime.generation import Generation
 from tests.places import PLACES
 
 WIDTH = 6
@@ -121,3 +122,80 @@ def test_what_would_be_scaled_is_refused(tmp_path: Path) -> None:
     model, _ = prepared(tmp_path)
     with pytest.raises(StateError, match="or a graph"):
         model(inputs()).square().mean().backward(create_graph=True)
+
+
+class WideProduct(torch.autograd.Function):
+    """Its gradient of a narrow weight is fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *made: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return made[0] @ weight, made[0].float().t() @ x.float()
+
+
+class Wide(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return WideProduct.apply(x, self.weight)
+
+
+def two_passes(layer: type[nn.Linear], between: Any, place: str, nvme: Path, **keywords: Any) -> list[torch.Tensor]:
+    """What the second one leaves."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(layer(WIDTH, WIDTH, bias=False), nn.Tanh(), layer(WIDTH, WIDTH, bias=False))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if keywords:
+        model, optimizer = overspill.prepare(model, optimizer, place=PLACES[place], nvme=nvme, **keywords)
+    model(inputs()).square().mean().backward()
+    kept = between(model, optimizer)
+    model(inputs()).square().mean().backward()
+    del kept
+    return grads(model)
+
+
+BETWEEN: dict[str, Any] = {
+    "added": lambda model, optimizer: None,
+    "zeroed": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "dropped": lambda model, optimizer: optimizer.zero_grad(),
+    "looked at": lambda model, optimizer: [p.grad.view(-1) for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("place", ["device", "mixed"])
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("layer", [nn.Linear, Wide])
+def test_whatever_autograd_adds_is_unscaled(layer: type[nn.Linear], between: str, place: str, tmp_path: Path) -> None:
+    expected = two_passes(layer, BETWEEN[between], place, tmp_path)
+    found = two_passes(layer, BETWEEN[between], place, tmp_path, precision="fp16", micro_batches=2)
+    assert all(map(close, found, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("between", ["added", "zeroed", "dropped", "looked at"])
+def test_what_a_hook_adds_counts_as_it_is(between: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    def add_more(p: torch.Tensor) -> None:
+        p.grad.add_(torch.full_like(p.grad, 0.5, dtype=dtype))
+
+    def hooked(model: nn.Module, optimizer: Any) -> Any:
+        kept = BETWEEN[between](model, optimizer)
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(add_more)
+        return kept
+
+    plain = two_passes(nn.Linear, BETWEEN[between], "device", tmp_path)
+    found = two_passes(nn.Linear, hooked, "device", tmp_path, precision="fp16", micro_batches=2)
+    assert all(close(a, b + 0.5) for a, b in zip(found, plain, strict=True))
+
+
+def test_norms_of_wide_gradients_are_those_of_their_bytes() -> None:
+    model: Any = nn.Linear(4, 1, bias=False)
+    model, _ = overspill.prepare(model, torch.optim.SGD(model.parameters()), precision="fp16")
+    spec, factor = overspill.api._engine(model).units[0].spec.params[0], torch.tensor(1 / 1024)
+    wide = [Generation(0, 0, spec, torch.ones(4), factor) for _ in range(2)]
+    narrow = [Generation(0, 0, spec, torch.ones(4, dtype=torch.float16), factor) for _ in range(2)]
+    assert Generation.norms_of(wide, 2.0) == [g.norm(g.value) for g in wide] == [2.0, 2.0]
+    assert Generation.norms_of(narrow, 2.0) == [g.norm(g.value) for g in narrow] == [2 / 1024, 2 / 1024]
