@@ -70,7 +70,7 @@ $(VENV)/.stamp-torch: constraints.txt
 
 # Apart, for torch would load it wherever it finds it. An older one's interpreter rounds a fused product twice.
 build/triton/.stamp: $(VENV)/.stamp-torch
-	$(PIP) --no-deps --upgrade --target build/triton "triton>=3.9"
+	$(PIP) --no-deps --upgrade --target build/triton triton==3.9.0
 	@touch $@
 
 $(VENV)/.stamp-%: $(VENV)/.stamp-torch pyproject.toml setup.py constraints.txt $(wildcard csrc/*)

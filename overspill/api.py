@@ -125,7 +125,8 @@ def plan(
     """What `prepare` with the same keywords would do. Allocates nothing and needs no GPU.
 
     `machine` stands in for this one: {"device": bytes, "host": bytes}; the "auto" budgets are shares of it. For the
-    step's time to be predicted, also {"link": bytes per second, both ways together, "disk": bytes per second}.
+    step's time to be predicted, also {"link": bytes per second, both ways together, "disk": bytes per second}; such a
+    machine has a GPU, whatever this one has.
     """
     if not isinstance(world, int) or isinstance(world, bool) or world < 1:
         raise OptionError(f"expected world= as the number of processes, from 1, found {world!r}")
@@ -138,7 +139,10 @@ def plan(
         )
     for name, value in (machine or {}).items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise OptionError(f"expected machine= with {name!r} as a number of bytes above zero, found {value!r}")
+            raise OptionError(
+                f"expected machine= with {name!r} as a number of bytes above zero, found {value!r}; give bytes, or "
+                "bytes per second, as 50e9"
+            )
     chosen = options(keywords)
     check_trainable(model, optimizer, chosen)
     refuse_early_updates(chosen, None, world)

@@ -18,9 +18,9 @@ UNITS = {"": 1, "B": 1}
 UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 
 FORMATS = ("exact", "bf16", "compact")
+"""Of optimizer states."""
 OWN_STATES = "as the optimizer makes it"
 """What a plan says of states that no kernel of ours knows."""
-"""Of optimizer states."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("bf16", "fp16", "fp32"),
     "states": FORMATS,

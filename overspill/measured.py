@@ -12,7 +12,7 @@ from overspill.kernels.cpu import How
 from overspill.plan.hands import STREAMED, Chosen, Speeds, choose, rate_of_cores, sizes_of
 from overspill.runtime import parts
 from overspill.specs import ModelSpec, cores_used
-from overspill.times import Pace
+from overspill.times import ONE_WAY, Pace
 
 
 class Measured(NamedTuple):
@@ -22,6 +22,8 @@ class Measured(NamedTuple):
     """Another one, of which nothing was measured here."""
     locals: int
     """Ranks that share host memory, cores and disks."""
+    folders: tuple[str, ...] = ()
+    """On disks, for what is to live there."""
 
     def hands(self, model: ModelSpec) -> Chosen:
         """Who is to update states in host memory. The native library has no fp16, and fp32 is the optimizer's own."""
@@ -43,20 +45,23 @@ class Measured(NamedTuple):
     def unknown(self) -> str:
         """What would tell how fast bytes pass."""
         if self.machine is None:
-            return "overspill probe measures how fast bytes pass"
+            return (
+                f"overspill probe{''.join(f' --nvme {each}' for each in self.folders[:1])} measures how fast bytes pass"
+            )
         return 'say how fast bytes pass: machine= with "link" (and "disk"), or --machine-link'
 
     def pace(self) -> Pace | None:
         """How fast bytes pass; None: there is no link."""
         if self.machine is not None:
             link, disk = (self.machine.get(name) for name in ("link", "disk"))
-            pace = Pace(link, link, link, disk, disk)
+            alone = link and ONE_WAY * link
+            pace = Pace(alone, alone, link, disk, disk)
         elif self.kind not in parts.PAGED:
             return None
         else:
             from overspill.tiers.known import known_rates
 
-            known = known_rates()
+            known = known_rates(self.folders)
             pace = (
                 Pace() if known is None else Pace(known.up, known.down, known.both, known.disk_read, known.disk_write)
             )

@@ -254,8 +254,9 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
     ground, budget, page = where
     dtypes, place = dtypes_of(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
     # A machine of which a link is known has a GPU, whatever this one has.
-    cpu, paged = ground.device.type == "cpu", ground.device.type in parts.PAGED or "link" in (ground.machine or {})
-    known = Measured(ground.device.type, ground.machine, ground.locals)
+    of_a_gpu = "link" in (ground.machine or {})
+    folders = tuple(str(path.absolute()) for path, _ in parse_nvme(chosen.nvme))
+    known = Measured(ground.device.type, ground.machine, ground.locals, folders)
     return Request(
         laid_out.spec,
         budget,
@@ -263,8 +264,8 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
         page,
         chosen.micro_batches,
         place,
-        copied_norms=cpu,
-        paged=paged,
+        copied_norms=ground.device.type == "cpu" and not of_a_gpu,
+        paged=ground.device.type in parts.PAGED or of_a_gpu,
         chosen=known.hands(laid_out.spec),
         pace=known.pace(),
         unknown=known.unknown,

@@ -31,6 +31,10 @@ def behind(passing: Passing, held: float) -> Passing:
     return passing._replace(up=passing.up * left, read=passing.read * left)
 
 
+ONE_WAY = 0.55
+"""Of what a link carries both ways together, one way alone: as measured on PCIe (benchmarks/results)."""
+
+
 class Pace(NamedTuple):
     """Of a machine, as far as one rank has it: bytes per second; None: not known."""
 

@@ -11,7 +11,7 @@ from typing import Any
 from overspill.bench import facts, process, rows, screen
 from overspill.bench.jobs import Job
 from overspill.errors import OptionError
-from overspill.tiers.known import Rates, cache, cached, machine_key, rates_of
+from overspill.tiers.known import DISK, Rates, cache, cached, machine_key, rates_of
 from overspill.tiers.rates import PAGE
 
 LIMIT = 300.0
@@ -31,8 +31,6 @@ UNITS = {
     "cores_compact": ("the same, compact states", 1e9, "G elements/s"),
 }
 """How each rate is called, and shown."""
-DISK = ("disk_read", "disk_write")
-"""Those of one folder; the others are of the machine."""
 
 
 @dataclass(frozen=True, slots=True)

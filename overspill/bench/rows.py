@@ -97,14 +97,16 @@ def _predicted(row: Row, computing: float, pace: Pace, moved: Passing) -> float 
     say. Where blocks are recomputed a forward pass is a quarter of computing, else a third."""
     training, update = row["settings"]["training"], row["settings"]["keywords"].get("update", "lazy")
     report = row["report"]
-    if report["plan"]["limits"].get("hands", "streamed") != "streamed":
+    # How fast the disk is was not measured in this run.
+    if report["plan"]["limits"].get("hands", "streamed") != "streamed" or report["bytes"].get("nvme"):
         return None
     forward = computing / (4 if training["recompute"] else 3) / training["micro_batches"]
     device, host = (report["bytes"].get(tier, {}) for tier in ("device", "host"))
     weight, grad, state = (host.get(role, 0) for role in ROLES)
-    # Others, and those from a disk, are not brought ahead of a step.
-    ours = report["plan"]["dtypes"]["state"] != OWN_STATES and not report["bytes"].get("nvme")
-    once = behind(Passing(weight + grad + state, weight + state), device.get("updates passing", 0) if ours else 0)
+    # Those that an optimizer makes itself are not brought ahead of a step.
+    ours = report["plan"]["dtypes"]["state"] != OWN_STATES
+    held = min(device.get("updates passing", 0), state) if ours else 0
+    once = behind(Passing(weight + grad + state, weight + state), held)
     times = times_of(pace, moved, once if update == "lazy" else Passing())
     assert times is not None, "the link's rates are known"
     return times.step(forward, computing - forward)

@@ -129,6 +129,11 @@ def _machine(gpu: str | None, host: str | None, rates: dict[str, str | None]) ->
         )
     sizes = {"device": ("machine_gpu", gpu), "host": ("machine_host", host)}
     sizes |= {name: (f"machine_{name}", text) for name, text in given.items()}
+    for name, text in sizes.values():
+        if text == "auto":
+            raise OptionError(
+                f"expected {option(name)} of another machine in bytes, as 80GiB, found 'auto'; say how many"
+            )
     return {tier: parse_size(option(name), text, there=0) for tier, (name, text) in sizes.items()}
 
 

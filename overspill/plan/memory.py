@@ -162,4 +162,6 @@ def first_of(request: Request, placements: tuple[Placement, ...], limits: Limits
         go[tier] = weights + sum(u.state_bytes for u, p in pairs if p.state == tier)
     program = Program(model, placements, limits)
     ring = limits.depth * ring_slot_bytes(model, placements) if request.paged and program.pipeable else 0
+    # Only states are brought before a step.
+    ring = min(ring, sum(u.state_bytes for u, p in pairs if p.state != "device"))
     return Passing(sum(come.values()), sum(go.values()), come["nvme"], go["nvme"]), ring

@@ -96,15 +96,20 @@ def solve(request: Request) -> Plan:
         raise _too_little_elsewhere(request, room - kept)
     best = _finish(request, placements)
     # The most that fits lies between what does and what does not. See Note [Room for activations].
-    while most - kept > request.budget.device // GRAIN:
+    while most - kept > max(request.budget.device // GRAIN, 1):
         middle = (kept + most) // 2
         placements = _fill(request, room - middle, request.budget.host)
         if placements is None:
             most = middle
             continue
-        # What more has to pass takes room for that, which may be more than what it leaves.
-        kept, made = middle, _finish(request, placements)
-        best = max(best, made, key=lambda plan: plan.bytes_of("device", "activations"))
+        try:
+            made = _finish(request, placements)
+        except BudgetError:
+            # What more has to pass takes room, too: here more than there is.
+            most = middle
+            continue
+        # Or more than what it leaves.
+        kept, best = middle, max(best, made, key=lambda plan: plan.bytes_of("device", "activations"))
     return best
 
 
@@ -133,7 +138,7 @@ def _fill(request: Request, room: int, host: int) -> tuple[Placement, ...] | Non
     """Spend the device's room in the order of what a byte saves, then the host's, then nvme's; None if it is full."""
     model, nvme = request.model, request.budget.nvme
     staging = 2 * _staging_bytes(host) if nvme else 0
-    left: dict[TierName, int] = {"device": room, "host": host - staging, "nvme": nvme}
+    left: dict[TierName, int] = {"device": room, "host": host - staging, "nvme": nvme - _tracking(nvme)}
     homes: dict[tuple[int, Role], TierName] = {}
     for role in ROLES:
         for index, unit in enumerate(model.units):
@@ -277,7 +282,7 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
         lines += [Line(tier, role, bytes_on(model, placements, role, tier)) for role in ROLES]
     lines.append(Line("host", "nvme staging", 2 * staging))
     lines.append(Line("host", "updates on cores", cores))
-    lines.append(Line("nvme", "file system", _file_system(lines)))
+    lines.append(Line("nvme", "file system", _tracking(sum(line.nbytes for line in lines if line.tier == "nvme"))))
     if owned + _largest(model) > budget.device:
         raise _too_small(request, owned + _largest(model), placements)
     plan = Plan(
@@ -338,9 +343,8 @@ def timed(request: Request, made: Plan) -> Plan:
     return replace(made, times=found, untimed="" if found is not None else request.unknown)
 
 
-def _file_system(lines: list[Line]) -> int:
-    """Blocks that a file system may charge to a file for keeping track of its extents."""
-    total = sum(line.nbytes for line in lines if line.tier == "nvme")
+def _tracking(total: int) -> int:
+    """Blocks that a file system may charge to a file of so many bytes for keeping track of its extents."""
     return NVME_BLOCK * (2 + total // (32 * MiB)) if total else 0
 
 

@@ -81,10 +81,14 @@ def _masters(index: int, unit: Unit, pages: Pages) -> dict[int, Tensor]:
         memory = pages.read(index, i)
         for part in page.parts:
             spec, weight = unit.spec.params[part.param], unit.elements(part.param, part.begin, part.end)
-            if spec.master:
-                kept = kept_of(page, part, memory).to(weight.device)
-                to = whole.setdefault(part.param, torch.empty_strided(spec.shape, spec.stride, device=weight.device))
-                as_flat(to)[part.begin : part.end].copy_(join(weight, kept))
+            if not spec.master:
+                continue
+            kept = kept_of(page, part, memory)
+            to = whole.setdefault(part.param, torch.empty_strided(spec.shape, spec.stride, device=weight.device))
+            for at in range(0, part.numel, KERNEL_PIECE):
+                own, rest = (array[at : at + KERNEL_PIECE] for array in (weight, kept))
+                begin = part.begin + at
+                as_flat(to)[begin : begin + own.numel()].copy_(join(own, rest.to(weight.device)))
     return whole
 
 

@@ -3,13 +3,15 @@
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+DISK = ("disk_read", "disk_write")
+"""Those of one folder; the others are of the machine."""
 _ENTRY = frozenset({"date", "rates", "disks"})
 
 
@@ -79,7 +81,14 @@ def rates_of(found: Mapping[str, float | None]) -> Rates:
     return Rates(**{name: value for name, value in known.items() if isinstance(value, int | float)})
 
 
-def known_rates() -> Rates | None:
-    """Of this machine; None: nobody measured them."""
+def known_rates(folders: Sequence[str] = ()) -> Rates | None:
+    """Of this machine, and of these folders on its disks, of which the slowest counts; None: nobody measured them."""
     entry = cached().get(machine_key())
-    return None if entry is None else rates_of(entry["rates"])
+    if entry is None:
+        return None
+    disks = [rates_of(entry["disks"].get(folder, {})) for folder in folders]
+    slowest: dict[str, float | None] = {}
+    for name in DISK:
+        rates = [getattr(disk, name) for disk in disks]
+        slowest[name] = min(rates) if rates and None not in rates else None
+    return rates_of({**entry["rates"], **slowest})

@@ -8,6 +8,7 @@ import torch
 
 from overspill.bench import probing
 from overspill.errors import OptionError, OverspillError
+from overspill.measured import Measured
 from overspill.tiers import known, rates
 from tests.commands import here
 
@@ -30,6 +31,10 @@ def test_what_was_measured_is_kept_and_read_again(tmp_path: Path, cache: Path) -
     assert min(found[name] for name in measured) > 0
     assert known.known_rates() == known.Rates(**found), "as plans see it"
     assert min(entry["disks"][str(disk)].values()) > 0
+    pace = Measured("cuda", None, 1, (str(disk),)).pace()
+    assert pace is not None and {"disk_read": pace.read, "disk_write": pace.write} == entry["disks"][str(disk)]
+    unknown = Measured("cuda", None, 1, (str(disk), "/elsewhere")).pace()
+    assert unknown is not None and unknown.read is unknown.write is None, "one of them was not measured"
     assert entry["machine"]["cores"] >= 1 and not list(disk.iterdir())
     again = here("probe", "--nvme", str(disk))
     assert "read from" in again and told.splitlines()[-10:-1] == again.splitlines()[-10:-1]

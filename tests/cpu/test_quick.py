@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.errors import BudgetError
-from overspill.kernels import executors, reference
+from overspill.kernels import executors, masters, reference
 from overspill.kernels.elements import Addresses, Elements
 from overspill.kernels.executors import Executor, in_torch
 from overspill.kernels.reference import ieee_root
@@ -230,14 +230,22 @@ def test_large_pages_change_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [homes for _, homes in found] == [homes for _, homes in before]
 
 
-def test_masters_are_read_and_written_in_pieces_however_large_a_page_is() -> None:
+def test_masters_are_read_and_written_in_pieces_however_large_a_page_is(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(1024, 3 * KERNEL_PIECE // 1024, bias=False)
     first = {name: value.clone() for name, value in model.state_dict().items()}
     model, optimizer = overspill.prepare(model, torch.optim.AdamW(model.parameters()))
-    masters = optimizer.engine.parts.made.masters
-    pieces = list(masters.pieces((0, 0)))
+    pieces = list(optimizer.engine.parts.made.masters.pieces((0, 0)))
     assert [begin for begin, _ in pieces] == list(range(0, 3 * KERNEL_PIECE, KERNEL_PIECE))
     assert torch.equal(model.state_dict()["weight"], first["weight"])
     second = torch.randn(first["weight"].shape)
+    written: list[int] = []
+    split = masters.split
+
+    def counted(master: Tensor, *rest: Tensor) -> None:
+        written.append(master.numel())
+        split(master, *rest)
+
+    monkeypatch.setattr(masters, "split", counted)
     model.load_state_dict({"weight": second})
+    assert written == [KERNEL_PIECE] * 3
     assert torch.equal(model.state_dict()["weight"], second)

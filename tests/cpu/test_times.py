@@ -13,7 +13,7 @@ from torch import nn
 import overspill
 from overspill.bench import rows
 from overspill.errors import OptionError
-from overspill.times import Pace, Passing, Times, behind, times_of
+from overspill.times import ONE_WAY, Pace, Passing, Times, behind, times_of
 from overspill.trace import OwnTime
 from tests import small
 
@@ -109,18 +109,41 @@ def test_bench_foretells_what_a_plan_does(place: dict[str, str], precision: str)
     row: dict[str, Any] = {"name": "ours", "engine": "ours", "ok": True, "step_seconds": 1.0, "report": report}
     row["settings"] = {"training": {"recompute": True, "micro_batches": 1}, "keywords": keywords}
     compute = {"name": "compute", "engine": "compute", "ok": True, "step_seconds": 0.4}
-    found = rows.floors([row, compute], dict.fromkeys(("up", "down", "both"), float(1 << 20)))["ours"]
+    rates = {"both": float(1 << 20), **dict.fromkeys(("up", "down"), ONE_WAY * (1 << 20))}
+    found = rows.floors([row, compute], rates)["ours"]
     assert made.times is not None
     # What an update holds for a moment is not told apart there.
     assert found["predicted_seconds"] == pytest.approx(made.times.step(0.1, 0.3), rel=0.05)
-    report["plan"]["limits"]["hands"] = "split"
-    assert "predicted_seconds" not in rows.floors([row, compute], {"up": 1, "down": 1, "both": 1})["ours"]
+    for change in (
+        lambda: report["bytes"].update(nvme={"state": 1}),
+        lambda: report["plan"]["limits"].update(hands="split"),
+    ):
+        report["bytes"].pop("nvme", None)
+        change()
+        assert "predicted_seconds" not in rows.floors([row, compute], {"up": 1, "down": 1, "both": 1})["ours"]
 
 
 def test_what_the_ring_holds_is_there() -> None:
     assert behind(Passing(40, 30, 20, 10), 10) == Passing(30, 30, 15, 10)
     assert behind(Passing(40, 30, 20, 10), 50) == Passing(0, 30, 0, 10)
     assert behind(Passing(), 1) == Passing()
+
+
+def test_a_ring_that_is_longer_than_all_states_holds_no_more() -> None:
+    """What weights take to come is counted, however many slots there are."""
+    firsts = []
+    for budget in ("16MiB", "32MiB"):
+        place = {"weight": "host", "state": "host"}
+        made = planned(machine={"link": 1 << 20}, place=place, gpu=budget)
+        states = sum(line.nbytes for line in made.lines if (line.tier, line.what) == ("host", "state"))
+        weights = sum(line.nbytes for line in made.lines if (line.tier, line.what) == ("host", "weight"))
+        assert made.bytes_of("device", "updates passing") > states
+        assert made.times is not None
+        firsts.append(made.times.first)
+        pace = Pace(ONE_WAY * (1 << 20), ONE_WAY * (1 << 20), 1 << 20)
+        seconds = pace.seconds(Passing(weights, weights + states))
+        assert seconds is not None and made.times.first == pytest.approx(seconds["the link"], rel=0.05)
+    assert firsts[0] == firsts[1]
 
 
 def test_a_plan_of_another_machine_has_the_times_of_this_one() -> None:

@@ -142,3 +142,17 @@ def test_pages_get_small_with_the_budget() -> None:
     assert next(page_sizes(100 * GiB)) == 128 * MiB
     assert list(page_sizes(MiB)) == [64 * KiB]
     assert list(page_sizes(GiB))[-1] == 64 * KiB
+
+
+def test_whatever_a_disk_can_hold_is_planned() -> None:
+    """More room for activations is looked for up to the edge of what fits, where a plan may turn out to fit no more."""
+    spec, most = model([40_000] * 8), 0
+    for nvme in range(0, 8 * MiB, 16 * KiB):
+        try:
+            made = solve(Request(spec, Budget(16 * MiB, MiB, nvme), {}, 64 * KiB))
+        except BudgetError:
+            assert not most, "what fits into less fits into more"
+            continue
+        most = nvme
+        assert made.peak("nvme") <= nvme
+    assert most
