@@ -212,7 +212,10 @@ def trace(model: nn.Module, path: str | PathLike[str]) -> Iterator[None]:
     chrome://tracing. On cuda the times are those of the GPU."""
     engine, file = _engine(model), parse_path(path, "a file for the trace")
     if not file.parent.is_dir() or file.is_dir():
-        raise OptionError(f"expected a file in an existing folder for the trace, found {str(path)!r}; make the folder")
+        raise OptionError(
+            f"expected a file in an existing folder for the trace, found {str(path)!r}; give a name for the file, in a "
+            "folder that is there"
+        )
     recorder = engine.parts.made.recorder
     recorder.start(engine.executor.lanes.device)
     try:

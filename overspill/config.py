@@ -128,18 +128,21 @@ def parse_size(name: str, value: Size, there: int) -> int:
     """Bytes: from a number, a text such as "24GiB", or a fraction of what is there; "auto" is not for this function."""
     if value == "auto":
         return there
-    if isinstance(value, bool):
-        value = str(value)
     if isinstance(value, float):
         if 0 < value <= 1:
             return int(value * there)
         raise OptionError(
             f"expected {name}= as a fraction between 0 and 1, bytes, or text like '24GiB', found {value!r}"
         )
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         if value > 0:
             return value
         raise OptionError(f"expected {name}= to be more than 0 bytes, found {value!r}")
+    if isinstance(value, str) and re.fullmatch(r"\s*\d*\.\d*\s*", value):
+        raise OptionError(
+            f"expected {name}= as a fraction that is no text, as 0.5, or as text with a unit, as '24GiB', found "
+            f"{value!r}"
+        )
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
     unit = next((n for u, n in UNITS.items() if match and u.lower() == match[2].lower()), None)
     if match is None or unit is None or float(match[1]) * unit < 1:

@@ -159,6 +159,19 @@ class Values:
                 builder.release(p)
 
 
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""What floating parameters are read from. Numbers of other kinds mean something together with scales only."""
+
+
+def _check_floats(name: str, recipe: Recipe, weights: Any) -> None:
+    for entry in recipe.entries:
+        if entry.dtype not in FLOATS:
+            raise ModelError(
+                f"expected {name!r} in {', '.join(str(dtype) for dtype in FLOATS)}, found {entry.dtype} in "
+                f"{str(weights)!r} (quantised weights?); give a folder with the weights as floating numbers"
+            )
+
+
 class Folder:
     """A folder of safetensors: every byte is read once, straight from its file. What it lacks is initialised."""
 
@@ -230,6 +243,8 @@ class Folder:
                     f"expected {name!r} of shape {tuple(shape)}, found {recipe.entries[0].shape} in {str(weights)!r}; "
                     "build the model with the configuration that the weights were saved with"
                 )
+            if recipe is not None and self._model.get_parameter(name).is_floating_point():
+                _check_floats(name, recipe, weights)
         missing = [names[0] for names in self._aliases.values() if not any(n in self._recipes for n in names)]
         if len(missing) == len(self._aliases):
             raise ModelError(

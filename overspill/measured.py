@@ -48,7 +48,9 @@ class Measured(NamedTuple):
             return (
                 f"overspill probe{''.join(f' --nvme {each}' for each in self.folders[:1])} measures how fast bytes pass"
             )
-        return 'say how fast bytes pass: machine= with "link" (and "disk"), or --machine-link'
+        if "link" not in self.machine:
+            return 'say how fast bytes pass: machine= with "link" (and "disk"), or --machine-link'
+        return 'say how fast its disk is: machine= with "disk", or --machine-disk'
 
     def pace(self) -> Pace | None:
         """How fast bytes pass; None: there is no link."""

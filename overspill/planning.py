@@ -87,6 +87,8 @@ def make_plan(
 ) -> tuple[Layout, Plan]:
     """The plan that the options ask for, or a refusal that says what would work: the same on all ranks."""
     budget = _budget(chosen, ground)
+    if chosen.zero not in ("auto", 0) and ground.comm is None and ground.world == 1:
+        log.info("one process alone divides nothing: zero=%s changes nothing", chosen.zero)
     stages = _stages(chosen, ground)
     refused: OverspillError | None = None
     found: tuple[Layout, Plan] | None = None
@@ -327,6 +329,11 @@ def _budget(chosen: Options, ground: Ground) -> Budget:
     for name, tier in (("gpu", "device"), ("host", "host")):
         value = getattr(chosen, name)
         sizes[tier] = int(shares[name] * there[tier]) if value == "auto" else parse_size(name, value, there[tier])
+        if machine and sizes[tier] > there[tier]:
+            raise OptionError(
+                f"expected {name}= within the {human(there[tier])} of that machine, found {human(sizes[tier])}; give a "
+                "smaller budget, or a larger machine"
+            )
     room = sum(size if size is not None else int(0.95 * _free(path)) for path, size in parse_nvme(chosen.nvme))
     if device.type == "cpu" and chosen.gpu == "auto":
         # Without a GPU the device is memory that ranks share, too.

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from overspill.bench.configurations import Ours, parse
 from overspill.bench.jobs import Training
 from overspill.bench.models import LLAMA, sizes_of
@@ -43,6 +45,15 @@ def what(folder: Path | None, params: str | None, shape: Shape, seq: int) -> dic
             f"expected --heads that divide --hidden {sizes.hidden} into even parts, found {sizes.heads}; change one"
         )
     return {"sizes": sizes}
+
+
+def a_size_without_a_gpu(folder: Path | None, params: str | None, shape: Shape) -> None:
+    """The default is one that a CPU would take minutes to build."""
+    if folder is None and params is None and not any(shape.values()) and not torch.cuda.is_available():
+        raise OptionError(
+            "expected --params or --model where there is no GPU, found neither; for a look at what is measured give "
+            "--params 300K --seq 16 --micro-batch 1"
+        )
 
 
 def training(model: Mapping[str, Any], work: Mapping[str, Any]) -> Training:
@@ -95,5 +106,6 @@ def a_file(name: str, path: Path | None) -> None:
     """Refuse a place where no file can be."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise OptionError(
-            f"expected {option(name)} as a file in an existing folder, found {str(path)!r}; make the folder"
+            f"expected {option(name)} as a file in an existing folder, found {str(path)!r}; give a name for "
+            "the file, in a folder that is there"
         )

@@ -106,13 +106,12 @@ def summary(known: Sequence[Mapping[str, Any]]) -> str:
     told = [aligned(lines)]
     for ratio in ratios(known):
         over, share = ratio["over_the_fastest_other"], ratio["of_the_memory_rate"]
-        parts = [f"ours, {ratio['kind']}, {said(ratio['count'])}:"]
-        parts += [f"{over:.2f}x the fastest other"] if over else []
-        parts += [f"{100 * share:.0f} % of the memory's own rate"] if share else []
-        few = ratio["kind"] == BARE and ratio["count"] < BEYOND_CACHES
-        parts += (
-            [f"(no share of the memory's own rate below {said(BEYOND_CACHES)}: caches hold too much)"] if few else []
-        )
+        parts = [f"ours, {ratio['kind']}, {said(ratio['count'])}, {ratio['cores']} cores:"]
+        if ratio["count"] < BEYOND_CACHES:
+            parts += [f"no ratios below {said(BEYOND_CACHES)}, where caches and threads that must wake up count most"]
+        else:
+            parts += [f"{over:.2f}x the fastest other"] if over else []
+            parts += [f"{100 * share:.0f} % of the memory's own rate"] if share else []
         told.append(" ".join(parts))
     table = [["parameters", "cores", "bare, s", "whole, s", "ZeRO-Offload's on 48 cores, s"]]
     for row in beside_the_paper(known):

@@ -4,7 +4,8 @@ Note [swap]. A new checkpoint is written beside its path and renamed in, see Not
 one, that one is marked and renamed to `PATH.old`, the new one is renamed in, and the old one is removed. Killed
 between the renames, only the old one is there, under `PATH.old`: `open_folder` reads it there and the next save takes
 it back. Killed after them, both are there, and the next save removes the old one. The mark tells it from a folder of
-that name that the user made, which is never touched.
+that name that the user made, which is never touched. Other files of the user's in the old one are linked into the new
+one before that, so that they are there whenever the process is killed.
 """
 
 import contextlib
@@ -22,7 +23,16 @@ import torch
 from torch import Tensor
 
 from overspill.checkpoint.packing import pack, unpack
-from overspill.checkpoint.staging import discard, disk_errors, fsync_folder, leftovers, move_in, staged
+from overspill.checkpoint.staging import (
+    LOCK,
+    discard,
+    disk_errors,
+    fsync_folder,
+    leftovers,
+    link_others,
+    move_in,
+    staged,
+)
 from overspill.checkpoint.tensorfile import (
     DTYPES,
     INDEX_FILE,
@@ -184,6 +194,9 @@ def _write_manifest(folder: Path, content: dict[str, Any]) -> None:
 def _swap_in(folder: Path, path: Path, overwrite: bool) -> None:
     old = _old(path)
     replaces = overwrite and _is_checkpoint(path)
+    if replaces:
+        listed = read_json(path / MANIFEST).get("files", {})
+        link_others(path, folder, {*listed, MANIFEST, _MARK, LOCK})
     fsync_folder(folder)
     if replaces:
         (path / _MARK).touch()

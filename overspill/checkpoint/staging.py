@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from overspill.errors import TierError
@@ -46,6 +46,32 @@ def move_in(folder: Path, path: Path) -> None:
     os.rename(folder, path)
     fsync_folder(path.parent)
     os.unlink(path / LOCK)
+
+
+def link_others(folder: Path, into: Path, own: Collection[str]) -> None:
+    """What is in `folder`, but for its `own` files, is in another one as well, and safe on disk there; what has the
+    same name there stays. Files are linked, or copied where that cannot be."""
+    for found in sorted(folder.iterdir()):
+        to = into / found.name
+        if found.name in own or to.exists():
+            continue
+        if found.is_dir() and not found.is_symlink():
+            shutil.copytree(found, to, symlinks=True, copy_function=_link)
+            for inner, *_ in os.walk(to):
+                fsync_folder(Path(inner))
+        else:
+            _link(found, to)
+
+
+def _link(file: str | Path, to: str | Path) -> None:
+    try:
+        os.link(file, to, follow_symlinks=False)
+    except OSError:
+        log.info("%s cannot be linked, so it is copied", file)
+        shutil.copy2(file, to, follow_symlinks=False)
+        if not os.path.islink(to):
+            with open(to, "rb") as copied:
+                os.fsync(copied.fileno())
 
 
 def discard(folder: Path, name: str) -> None:

@@ -241,7 +241,8 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER):
-                raise _torn(path, f"a header of at most {max(0, size - 8)} bytes", f"{length if size >= 8 else 'none'}")
+                found = f"{length if size >= 8 else 'none'} (is it a file of safetensors?)"
+                raise _torn(path, f"a header of at most {max(0, size - 8)} bytes", found)
             text = file.read(length)
     except OSError as error:
         raise _unreadable(path, error) from error

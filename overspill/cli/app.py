@@ -27,7 +27,7 @@ def need(*packages: str) -> None:
     """Say what to install, before something else fails for the lack of it."""
     for name in packages:
         if importlib.util.find_spec(name) is None:
-            raise OptionError(f"expected the package {name}, found none; install it: pip install 'overspill[demo]'")
+            raise OptionError(f"expected the package {name}, found none; install it: pip install {name}")
 
 
 def run() -> int:

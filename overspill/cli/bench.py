@@ -137,9 +137,14 @@ def step(
     configurations.check(asked.ours, asked.peers)
     configurations.check_delay(asked.ours, asked.training.warmup)
     files = Files("step", out, chart, results.head("overspill bench step", commit))
+    asking.a_size_without_a_gpu(model, params, shape)
     known = steps.run(asked, files)
-    files.draw()
+    measured_any = any(row["ok"] for row in known)
+    if measured_any:
+        files.draw()
     typer.echo(f"\n{steps.summary(known, asked, files.body)}\n{files}")
+    if not measured_any:
+        raise typer.Exit(1)
 
 
 @bench.command()

@@ -89,7 +89,17 @@ def plan(
         nvme=_disks(nvme, machine_nvme),
         **{**said, **{name: _budget(said[name], name, machine) for name in OTHERS_SHARE}},
     )
-    typer.echo(made.to_json() if json else f"{what}\n{made}")
+    typer.echo(made.to_json() if json else f"{what}\n{made}{_hint(made)}")
+
+
+def _hint(made: overspill.Plan) -> str:
+    """Where the plan says nothing of times: there is no GPU here, and no other machine was told of."""
+    if made.times is not None or made.untimed:
+        return ""
+    return (
+        "\npredicted step: not known without a GPU; for a machine with one say --machine-gpu, --machine-host and "
+        "--machine-link"
+    )
 
 
 def _check_choices(said: dict[str, Any]) -> None:
@@ -122,12 +132,13 @@ def _machine(gpu: str | None, host: str | None, rates: dict[str, str | None]) ->
     given = {name: text for name, text in rates.items() if text is not None}
     if gpu is None and host is None and not given:
         return None
-    if gpu is None or host is None:
+    missing = [option(name) for name, text in (("machine_gpu", gpu), ("machine_host", host)) if text is None]
+    if missing:
         raise OptionError(
-            "expected --machine-gpu and --machine-host together, and others of --machine-... with them, found one "
-            "missing; give it too"
+            "expected --machine-gpu and --machine-host together, and others of --machine-... with them, found no "
+            f"{' and no '.join(missing)}; give that, too"
         )
-    sizes = {"device": ("machine_gpu", gpu), "host": ("machine_host", host)}
+    sizes = {"device": ("machine_gpu", gpu or ""), "host": ("machine_host", host or "")}
     sizes |= {name: (f"machine_{name}", text) for name, text in given.items()}
     for name, text in sizes.values():
         if text == "auto":

@@ -107,8 +107,20 @@ def export(model: nn.Module, source: Path, target: Path, ranks: Ranks) -> None:
         if path.is_file() and path.suffix in COMPANIONS and not path.name.endswith(".index.json"):
             shutil.copyfile(path, partial / path.name)
     if target.exists():
+        _copy_others(target, partial)
         shutil.rmtree(target)
     partial.rename(target)
+
+
+def _copy_others(folder: Path, into: Path) -> None:
+    """What somebody else put beside an earlier export."""
+    for path in sorted(folder.iterdir()):
+        if ".safetensors" in path.name or (into / path.name).exists():
+            continue
+        if path.is_dir():
+            shutil.copytree(path, into / path.name, symlinks=True)
+        else:
+            shutil.copy2(path, into / path.name, follow_symlinks=False)
 
 
 def _loaded(load: Callable[[], Found], what: str, folder: Path) -> Found:

@@ -70,6 +70,8 @@ def train(
     given["nvme"] = tuple(nvme) if nvme else None
     try:
         ranks = join()
+        if resume and demo:
+            raise OptionError("expected --resume or --demo, found both; the demo is not resumed, leave one out")
         code = _resume(given, run, ranks) if resume else _begin(given, run, demo, ranks)
     except KeyboardInterrupt:  # outside of the training itself, where there is nothing to save
         code = INTERRUPTED

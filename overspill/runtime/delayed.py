@@ -38,7 +38,7 @@ class Delayed:
         self._kept: Jobs = {}
         self._begun: set[int] = set()
         """Units whose updates began in the backward passes since the last step."""
-        self._steps = 0
+        self.steps = 0
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._arrivals.no_sync()
@@ -85,8 +85,8 @@ class Delayed:
 
     def exchange(self, jobs: Jobs) -> Jobs:
         """Keep what a step takes; what is due now instead."""
-        self._steps += 1
-        if self._steps <= self._after:
+        self.steps += 1
+        if self.steps <= self._after:
             return jobs
         due, self._kept = self.flush(), jobs
         for todo in jobs.values():

@@ -50,6 +50,7 @@ class Eager:
         spoil: Callable[[BaseException], None],
     ) -> None:
         self.takes = True
+        self.steps = 0
         self._spoil = spoil
         self._units = units
         self._groups = groups

@@ -12,6 +12,8 @@ class Early(Protocol):
 
     takes: bool
     """Whether updates that have begun took the gradients of the step to come."""
+    steps: int
+    """That were taken, where this decides when updates begin; a checkpoint keeps it."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside are not the last before a step."""
@@ -39,6 +41,7 @@ class Lazy:
     """All updates are due with their step."""
 
     takes = False
+    steps = 0
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()

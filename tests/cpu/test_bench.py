@@ -263,6 +263,19 @@ def test_bad_options_are_refused(options: list[str], message: str) -> None:
         here("bench", *options)
 
 
+def test_the_default_model_is_one_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(OptionError, match="--params or --model where there is no GPU, found neither"):
+        here("bench", "step")
+
+
+def test_a_run_without_figures_has_failed(tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    here("bench", "step", *TINY, "--peers", "none", "--gpu", "1KB", "--out", str(out), code=1)
+    assert "expected a device budget" in json.loads(out.read_text())["engines"][0]["reason"]
+    assert not out.with_suffix(".png").exists()
+
+
 def test_configurations_are_read_as_prepare_takes_them() -> None:
     base = {"gpu": "auto", "host": "8GiB"}
     found = configurations.parse(

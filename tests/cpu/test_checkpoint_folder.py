@@ -168,6 +168,31 @@ def test_an_existing_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> Non
     assert value_of(tmp_path / "a") == 3.0 and names(tmp_path) == ["a", "latest"]
 
 
+@pytest.mark.parametrize("linked", [True, False])
+def test_what_the_user_puts_into_a_checkpoint_stays(
+    linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not linked:
+
+        def refuse(*given: Any, **more: Any) -> None:
+            raise OSError("no links on this file system")
+
+        monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "latest"
+    save(path, 1.0)
+    own = {found.name for found in path.iterdir()}
+    (path / "tokenizer.json").write_text("{}")
+    (path / "model").mkdir()
+    (path / "model" / "config.json").write_text("[]")
+    (path / "newest").symlink_to("model")
+    save(path, 2.0, overwrite=True)
+    save(path, 3.0, overwrite=True)
+    assert {found.name for found in path.iterdir()} == own | {"tokenizer.json", "model", "newest"}
+    assert (path / "tokenizer.json").read_text() == "{}" and (path / "newest" / "config.json").read_text() == "[]"
+    assert (path / "newest").is_symlink() and [found.name for found in tmp_path.iterdir()] == ["latest"]
+    assert value_of(path) == 3.0
+
+
 def test_what_the_user_put_there_is_never_touched(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis").touch()

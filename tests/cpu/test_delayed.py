@@ -164,15 +164,16 @@ def test_a_state_dict_is_that_of_all_steps(tmp_path: Path) -> None:
     assert not differing(seen[6], dict(plain.model.state_dict()))
 
 
-def test_a_resumed_run_goes_on_as_the_one_that_saved(tmp_path: Path) -> None:
-    """The count of steps as usual begins anew, so here there are none."""
+@pytest.mark.parametrize("after", [0, 3, 7])
+def test_a_resumed_run_goes_on_as_the_one_that_saved(after: int, tmp_path: Path) -> None:
+    """Whether the steps as usual are over or not."""
 
     def look(model: nn.Module, optimizer: Any, step: int) -> None:
         if step == 4:
             overspill.save(tmp_path / "saved", model, optimizer)
 
-    expected_losses, final = trained(*prepared("states", tmp_path, after=0), look)
-    model, optimizer = prepared("host", tmp_path, after=0)
+    expected_losses, final = trained(*prepared("states", tmp_path, after=after), look)
+    model, optimizer = prepared("host", tmp_path, after=after)
     overspill.load(tmp_path / "saved", model, optimizer)
     stream = small.batches()
     for _ in range(5):

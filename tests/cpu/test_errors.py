@@ -561,8 +561,16 @@ def test_an_empty_nvme_path(value: Any) -> None:
 
 def test_a_fraction_as_text() -> None:
     model = small.build()
-    with pytest.raises(OptionError, match=r"expected gpu= as .* fraction, found '0.5'"):
-        overspill.prepare(model, adamw(model), gpu="0.5", precision="fp32")
+    for text in ("0.5", "1.0", " .5"):
+        with pytest.raises(OptionError, match=rf"expected gpu= as a fraction that is no text, .*, found '{text}'"):
+            overspill.prepare(model, adamw(model), gpu=text, precision="fp32")
+
+
+def test_budgets_beyond_another_machine() -> None:
+    model = small.build()
+    for keywords in ({"gpu": "2GiB"}, {"host": 2**31 + 1}):
+        with pytest.raises(OptionError, match=r"within the .* of that machine, found .*; give a smaller budget"):
+            overspill.plan(model, adamw(model), machine={"device": 2**30, "host": 2**31}, **keywords)
 
 
 @everywhere
@@ -579,8 +587,9 @@ def test_state_dicts_of_the_users_own_optimizer(place, tmp_path: Path) -> None:
 
 def test_a_trace_into_a_folder_that_is_not_there(tmp_path: Path) -> None:
     model, _ = prepare(HERE, tmp_path)
-    with pytest.raises(OptionError, match="make the folder"), overspill.trace(model, tmp_path / "no" / "trace.json"):
-        raise AssertionError("refused before anything ran")
+    for path in (tmp_path / "no" / "trace.json", tmp_path):
+        with pytest.raises(OptionError, match="in a folder that is there"), overspill.trace(model, path):
+            raise AssertionError("refused before anything ran")
 
 
 @pytest.mark.parametrize("path", [5, None, b"run", ""], ids=repr)

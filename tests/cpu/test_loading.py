@@ -115,6 +115,19 @@ def test_wrong_folders(tmp_path: Path) -> None:
     save_file(shaped, empty / "model.safetensors")
     with pytest.raises(ModelError, match=r"'model.norm.weight' of shape \(40,\), found \(3,\)"):
         prepared(on_meta(plain), tmp_path, weights=empty)
+    (empty / "model.safetensors").write_text("import torch")
+    with pytest.raises(OverspillError, match=r"is it a file of safetensors\?"):
+        prepared(on_meta(plain), tmp_path, weights=empty)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e4m3fn])
+def test_weights_that_mean_nothing_without_scales(dtype: torch.dtype, tmp_path: Path) -> None:
+    plain = ZOO["llama"].build()
+    given = {n: v.contiguous() for n, v in plain.state_dict().items()}
+    given["model.norm.weight"] = given["model.norm.weight"].to(dtype)
+    save_file(given, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"'model.norm.weight' in torch.float64, .*, found {dtype} in"):
+        prepared(on_meta(plain), tmp_path, weights=tmp_path)
 
 
 def test_a_model_on_meta_is_initialised_part_by_part(tmp_path: Path) -> None:

@@ -64,6 +64,9 @@ def test_what_does_not_fit_is_refused_with_exit_code_2(
     assert error.startswith("overspill: expected room for")
 
 
+MACHINE = ["--machine-gpu", "80GiB", "--machine-host", "512GiB"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -72,7 +75,10 @@ def test_what_does_not_fit_is_refused_with_exit_code_2(
         (["--params", "many"], "like 13B, 350M or 7e9, found 'many'"),
         (["--params", "1B", "--layers", "40", "--hidden", "5120"], "expected --params from 6,095,262,720 to"),
         (["--params", "13B", "--heads", "7"], "divides the hidden width 5120, found 7"),
-        (["--params", "13B", "--machine-gpu", "80GiB"], "--machine-gpu and --machine-host together"),
+        (["--params", "13B", "--machine-gpu", "80GiB"], "--machine-gpu and --machine-host together.*no --machine-host"),
+        (["--params", "13B", "--machine-link", "50GB"], "found no --machine-gpu and no --machine-host"),
+        (["--params", "13B", *MACHINE, "--machine-link", "auto"], "--machine-link of another machine in bytes.*'auto'"),
+        (["--params", "13B", *MACHINE, "--gpu", "200GiB"], "gpu= within the 80.00 GiB of that machine, found 200.00"),
         (["--params", "13B", "--nvme", ".", "--machine-nvme", "1TB"], "--nvme or --machine-nvme, found both"),
         (["--params", "13B", "--precision", "int4"], "--precision to be one of bf16, fp16, fp32"),
         (["--params", "13B", "--states", "int4"], "--states to be one of exact, bf16, compact, found 'int4'"),
@@ -89,10 +95,9 @@ def test_bad_options_are_refused(options: list[str], message: str) -> None:
 
 
 def test_states_and_updates_are_planned_as_they_are_asked_for() -> None:
-    machine = ["--machine-gpu", "80GiB", "--machine-host", "512GiB"]
 
     def planned(*options: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(here("plan", "--params", "350M", *machine, *options, "--json"))
+        found: dict[str, Any] = json.loads(here("plan", "--params", "350M", *MACHINE, *options, "--json"))
         return found
 
     def states(body: dict[str, Any]) -> float:
@@ -141,3 +146,14 @@ def test_another_machine_is_said_in_full(machine: Any) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(OptionError, match=r'machine= as {"device": bytes, "host": bytes}, found'):
         overspill.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), machine=machine)
+
+
+def test_what_a_step_takes_is_told_or_what_would_tell() -> None:
+    assert "say --machine-gpu, --machine-host and --machine-link" in here("plan", "--params", "1B")
+    unknown = here("plan", "--params", "13B", "--machine-gpu", "24GiB", "--machine-host", "256GiB")
+    assert 'machine= with "link"' in unknown
+    small = ["--params", "13B", "--machine-gpu", "24GiB", "--machine-host", "256GiB", "--machine-link", "50GB"]
+    assert "predicted step: the first forward pass, or " in here("plan", *small)
+    disk = ["--params", "13B", "--machine-gpu", "24GiB", "--machine-host", "64GiB", "--machine-nvme", "2TB"]
+    assert "or --machine-disk" in here("plan", *disk, "--machine-link", "50GB")
+    assert "over the disk" in here("plan", *disk, "--machine-link", "50GB", "--machine-disk", "5GB")

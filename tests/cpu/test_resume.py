@@ -196,6 +196,8 @@ def test_without_a_checkpoint_or_a_run_nothing_is_resumed(tmp_path: Path, monkey
         newest_run(tmp_path / "runs")
     with pytest.raises(OptionError, match="a run of this version with --model"):
         here("train", "--resume", "--run", str(demo.path))
+    with pytest.raises(OptionError, match="--resume or --demo, found both"):
+        here("train", "--resume", "--demo")
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
