@@ -45,9 +45,8 @@ class Measured(NamedTuple):
     def unknown(self) -> str:
         """What would tell how fast bytes pass."""
         if self.machine is None:
-            return (
-                f"overspill probe{''.join(f' --nvme {each}' for each in self.folders[:1])} measures how fast bytes pass"
-            )
+            each = [f"overspill probe --nvme {folder}" for folder in self.folders] or ["overspill probe"]
+            return f"{' and '.join(each)} {'measure' if len(each) > 1 else 'measures'} how fast bytes pass"
         if "link" not in self.machine:
             return 'say how fast bytes pass: machine= with "link" (and "disk"), or --machine-link'
         return 'say how fast its disk is: machine= with "disk", or --machine-disk'

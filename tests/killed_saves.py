@@ -23,7 +23,7 @@ from overspill.checkpoint.tensorfile import entries_of
 from overspill.checkpoint.writer import Stored, stored
 from overspill.errors import TierError
 
-CALLS = ("mkdir", "open", "rename", "unlink", "rmdir", "fsync", "posix_fadvise")
+CALLS = ("mkdir", "open", "rename", "unlink", "rmdir", "fsync", "posix_fadvise", "link")
 
 
 class Fuse:
@@ -84,19 +84,39 @@ def survives(steps: int, work: Callable[[Fuse], None]) -> bool:
     return status == 0
 
 
-def kill_replacements(root: Path) -> Counter[str]:
+def put_own(path: Path, text: str) -> None:
+    """What a user has beside a checkpoint."""
+    (path / "model").mkdir(parents=True, exist_ok=True)
+    (path / "tokenizer.json").write_text(text)
+    (path / "model" / "config.json").write_text(text)
+
+
+def own(path: Path) -> list[str]:
+    return [(path / name).read_text() for name in ("tokenizer.json", "model/config.json")]
+
+
+def kill_replacements(root: Path, again: bool) -> Counter[str]:
+    """`again`: the user's own files are made again after the kill, before the next save, as a loop does that makes them
+    each time."""
     seen: Counter[str] = Counter()
     for steps in itertools.count():
         path = root / str(steps) / "step"
         save(path, 1.0, Fuse(float("inf")))
+        put_own(path, "first")
         done = survives(steps, lambda fuse, path=path: save(path, 2.0, fuse))
         where = "path" if path.exists() else "old"
         seen[f"{value_of(path):g} at {where}"] += 1
         assert not done or value_of(path) == 2
+        assert own(path if path.exists() else path.with_name("step.old")) == ["first"] * 2
+        if again:
+            before = value_of(path)
+            put_own(path, "second")
+            assert value_of(path) == before, "whatever else is at its path"
         save(path, 3.0, Fuse(float("inf")))
         assert value_of(path) == 3
+        assert own(path) == ["second" if again else "first"] * 2
         assert [file.name for file in path.parent.iterdir()] == ["step"], "a leftover"
-        assert len(list(path.iterdir())) == 4, "a leftover inside"
+        assert len(list(path.iterdir())) == 6, "a leftover inside"
         if done:
             return seen
     raise AssertionError
@@ -147,7 +167,8 @@ def kill_exports(root: Path, into_existing: bool) -> Counter[str]:
 
 def main() -> None:
     root = Path(sys.argv[1])
-    print("replacements", dict(kill_replacements(root / "replacements")))
+    print("replacements", dict(kill_replacements(root / "replacements", again=False)))
+    print("replacements, own files again", dict(kill_replacements(root / "again", again=True)))
     print("first", dict(kill_first_saves(root / "first")))
     print("new export", dict(kill_exports(root / "new", into_existing=False)))
     print("export", dict(kill_exports(root / "existing", into_existing=True)))

@@ -3,9 +3,10 @@
 Note [swap]. A new checkpoint is written beside its path and renamed in, see Note [staging]. Where it replaces an older
 one, that one is marked and renamed to `PATH.old`, the new one is renamed in, and the old one is removed. Killed
 between the renames, only the old one is there, under `PATH.old`: `open_folder` reads it there and the next save takes
-it back. Killed after them, both are there, and the next save removes the old one. The mark tells it from a folder of
-that name that the user made, which is never touched. Other files of the user's in the old one are linked into the new
-one before that, so that they are there whenever the process is killed.
+it back, with what the user has put at the path meanwhile. Killed after them, both are there, and the next save removes
+the old one. The mark tells it from a folder of that name that the user made, which is never touched. Other files of the
+user's in the old one are linked into the new one before the renames, and once more after them, so that they are there
+whenever the process is killed.
 """
 
 import contextlib
@@ -53,6 +54,7 @@ BODY_FILE = "body.safetensors"
 _FORMAT = "overspill checkpoint"
 _VERSION = 1
 _MARK = ".replaced"
+_NAMES = frozenset({MANIFEST, _MARK, LOCK})
 
 log = logging.getLogger("overspill")
 
@@ -145,7 +147,7 @@ def open_folder(path: str | os.PathLike[str]) -> Saved:
     path = Path(path).resolve()
     with disk_errors(f"load the checkpoint {str(path)!r}"):
         folder = path
-        if not path.exists() and (_old(path) / _MARK).exists():
+        if not _is_checkpoint(path) and (_old(path) / _MARK).exists():
             folder = _old(path)
             log.warning("%s was being replaced when its process was killed; reading the old one, %s", path, folder)
         try:
@@ -194,9 +196,9 @@ def _write_manifest(folder: Path, content: dict[str, Any]) -> None:
 def _swap_in(folder: Path, path: Path, overwrite: bool) -> None:
     old = _old(path)
     replaces = overwrite and _is_checkpoint(path)
+    own = _own(path) if replaces else set()
     if replaces:
-        listed = read_json(path / MANIFEST).get("files", {})
-        link_others(path, folder, {*listed, MANIFEST, _MARK, LOCK})
+        link_others(path, folder, own)
     fsync_folder(folder)
     if replaces:
         (path / _MARK).touch()
@@ -209,7 +211,14 @@ def _swap_in(folder: Path, path: Path, overwrite: bool) -> None:
             os.rename(old, path)
         raise
     if replaces:
+        link_others(old, path, own)
         discard(old, path.name)
+
+
+def _own(folder: Path) -> set[str]:
+    """The names of what belongs to a checkpoint in its folder."""
+    files = read_json(folder / MANIFEST).get("files")
+    return {*(files if isinstance(files, dict) else {f.name for f in folder.glob("*.safetensors")}), *_NAMES}
 
 
 def _finish_swap(path: Path) -> None:
@@ -217,11 +226,16 @@ def _finish_swap(path: Path) -> None:
     old = _old(path)
     if not (old / _MARK).exists():
         return
-    if path.exists():
+    if _is_checkpoint(path):
+        link_others(old, path, _own(old))
         discard(old, path.name)
-    else:
-        os.rename(old, path)
-        (path / _MARK).unlink()
+        return
+    if path.is_dir():
+        # Made since by the user: it is none of a save that was killed.
+        link_others(path, old, _own(old), newer=True)
+        discard(path, path.name)
+    os.rename(old, path)
+    (path / _MARK).unlink()
 
 
 def _old(path: Path) -> Path:

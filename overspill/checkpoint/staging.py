@@ -48,19 +48,25 @@ def move_in(folder: Path, path: Path) -> None:
     os.unlink(path / LOCK)
 
 
-def link_others(folder: Path, into: Path, own: Collection[str]) -> None:
-    """What is in `folder`, but for its `own` files, is in another one as well, and safe on disk there; what has the
-    same name there stays. Files are linked, or copied where that cannot be."""
+def link_others(folder: Path, into: Path, own: Collection[str] = (), newer: bool = False) -> None:
+    """What is in `folder`, but for its `own` files, is in another one as well, and safe on disk there. Of two files of
+    one name the one in `into` stays, but where those in `folder` are `newer`. They are linked, or copied where that
+    cannot be."""
     for found in sorted(folder.iterdir()):
         to = into / found.name
-        if found.name in own or to.exists():
+        if found.name in own:
             continue
         if found.is_dir() and not found.is_symlink():
-            shutil.copytree(found, to, symlinks=True, copy_function=_link)
-            for inner, *_ in os.walk(to):
-                fsync_folder(Path(inner))
-        else:
+            if not os.path.lexists(to):
+                to.mkdir()
+            if to.is_dir() and not to.is_symlink():
+                link_others(found, to, newer=newer)
+            continue
+        if newer and os.path.lexists(to) and (to.is_symlink() or not to.is_dir()):
+            to.unlink()
+        if not os.path.lexists(to):
             _link(found, to)
+    fsync_folder(into)
 
 
 def _link(file: str | Path, to: str | Path) -> None:

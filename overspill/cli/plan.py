@@ -1,5 +1,6 @@
 """`overspill plan`: where everything would live, for a model folder or for sizes. Allocates nothing."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -141,9 +142,9 @@ def _machine(gpu: str | None, host: str | None, rates: dict[str, str | None]) ->
     sizes = {"device": ("machine_gpu", gpu or ""), "host": ("machine_host", host or "")}
     sizes |= {name: (f"machine_{name}", text) for name, text in given.items()}
     for name, text in sizes.values():
-        if text == "auto":
+        if text == "auto" or re.fullmatch(r"\d*\.\d*", text):
             raise OptionError(
-                f"expected {option(name)} of another machine in bytes, as 80GiB, found 'auto'; say how many"
+                f"expected {option(name)} of another machine in bytes, as 80GiB, found {text!r}; say how many"
             )
     return {tier: parse_size(option(name), text, there=0) for tier, (name, text) in sizes.items()}
 

@@ -2,6 +2,8 @@
 
 import hashlib
 import logging
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -96,8 +98,12 @@ def export(model: nn.Module, source: Path, target: Path, ranks: Ranks) -> None:
 
     It gets its name when it is complete, and takes the place of an earlier one. All ranks together; the first writes.
     """
-    partial = target.with_name(f".{target.name}.partial")
+    partial, old = (target.with_name(f".{target.name}.{part}") for part in ("partial", "old"))
     if ranks.first:
+        if old.exists() and not target.exists():
+            # Killed between the two names.
+            old.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
         shutil.rmtree(partial, ignore_errors=True)
         partial.parent.mkdir(parents=True, exist_ok=True)
     overspill.export(model, partial)
@@ -108,16 +114,21 @@ def export(model: nn.Module, source: Path, target: Path, ranks: Ranks) -> None:
             shutil.copyfile(path, partial / path.name)
     if target.exists():
         _copy_others(target, partial)
-        shutil.rmtree(target)
+        target.rename(old)
     partial.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+_EXPORTED = re.compile(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+"""Files of weights, of which an earlier export may have made more."""
 
 
 def _copy_others(folder: Path, into: Path) -> None:
     """What somebody else put beside an earlier export."""
     for path in sorted(folder.iterdir()):
-        if ".safetensors" in path.name or (into / path.name).exists():
+        if _EXPORTED.fullmatch(path.name) or os.path.lexists(into / path.name):
             continue
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.copytree(path, into / path.name, symlinks=True)
         else:
             shutil.copy2(path, into / path.name, follow_symlinks=False)

@@ -135,7 +135,7 @@ class Gradients:
         unit, spec = generation.unit, generation.spec
         in_backward = torch._C._current_graph_task_id() != -1
         if self.reduced is not None and self.reduces():
-            value = self._laid_out(unit, generation.param, value if made else value.to(full_dtype(spec)))
+            value = self._laid_out(unit, generation.param, value if made else value.to(full_dtype(spec)) * alpha)
             self.reduced.put(generation, value, self.factor if made else None)
             return
         if in_backward and self.reduced is not None and not generation.local:

@@ -100,8 +100,13 @@ class GradHandle(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before, _python.asks = getattr(_python, "asks", False), True
+        before, others = getattr(_python, "asks", False), [t for t in types if not issubclass(t, GradHandle)]
+        # A dispatch mode, or a tensor that wraps this one, passes on what autograd asked for.
+        _python.asks = before or not isinstance(func, torch._ops.OpOverload)
         try:
+            if others:
+                # As a closed parameter, which opens for it.
+                return others[0].__torch_function__(func, types, args, kwargs or {})
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         finally:

@@ -72,7 +72,12 @@ def cached() -> dict[str, Any]:
 def _is_whole(entry: Any) -> bool:
     if not isinstance(entry, dict) or not entry.keys() >= _ENTRY:
         return False
-    return isinstance(entry["rates"], dict) and isinstance(entry["disks"], dict)
+    disks = entry["disks"]
+    return (
+        isinstance(entry["rates"], dict)
+        and isinstance(disks, dict)
+        and all(isinstance(d, dict) for d in disks.values())
+    )
 
 
 def rates_of(found: Mapping[str, float | None]) -> Rates:

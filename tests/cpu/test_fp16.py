@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import overspill
 from overspill.errors import StateError
@@ -171,6 +172,15 @@ BETWEEN: dict[str, Any] = {
 def test_whatever_autograd_adds_is_unscaled(layer: type[nn.Linear], between: str, place: str, tmp_path: Path) -> None:
     expected = two_passes(layer, BETWEEN[between], place, tmp_path)
     found = two_passes(layer, BETWEEN[between], place, tmp_path, precision="fp16", micro_batches=2)
+    assert all(map(close, found, expected))
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_under_a_dispatch_mode_autograd_adds_as_ever(between: str, tmp_path: Path) -> None:
+    """It calls from Python what autograd asked for."""
+    expected = two_passes(nn.Linear, BETWEEN[between], "mixed", tmp_path)
+    with FlopCounterMode(display=False):
+        found = two_passes(nn.Linear, BETWEEN[between], "mixed", tmp_path, precision="fp16", micro_batches=2)
     assert all(map(close, found, expected))
 
 

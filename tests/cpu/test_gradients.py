@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import overspill
+from tests import small
 from tests.both import AWAY, adamw, check, everywhere, grads, losses, prepare, train
-from tests.reference import same_bits
+from tests.places import PLACES, prepare_tight
+from tests.reference import differing, same_bits, weights
 
 STEPS = 5
 
@@ -123,6 +125,36 @@ def test_a_gradient_of_the_users_own(place, tmp_path: Path) -> None:
             optimizer.zero_grad()
 
     check(loop, place, tmp_path)
+
+
+MIXED = {
+    "decay": lambda p: p.grad.add_(p, alpha=0.01),
+    "several": lambda p: torch._foreach_add_([p.grad], [p], alpha=0.01),
+    "product": lambda p: p.grad.mul_(1 + (p.grad * p).sum()),
+    "sum": lambda p: p.grad.copy_(p.grad + p),
+    "parameter first": lambda p: p.grad.copy_(p + p.grad),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_gradient_and_its_parameter_in_one_operation(name: str, tmp_path: Path) -> None:
+    """Whose bytes are elsewhere: its unit was left for another one."""
+
+    def loop(model, optimizer):
+        for loss in losses(model, STEPS):
+            loss.backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    MIXED[name](p)
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    plain = small.build()
+    expected = loop(plain, adamw(plain))
+    model = small.build()
+    prepared = prepare_tight(model, adamw(model), PLACES["host"], tmp_path)
+    assert not differing(loop(*prepared), expected)
 
 
 @everywhere

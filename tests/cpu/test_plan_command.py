@@ -78,6 +78,7 @@ MACHINE = ["--machine-gpu", "80GiB", "--machine-host", "512GiB"]
         (["--params", "13B", "--machine-gpu", "80GiB"], "--machine-gpu and --machine-host together.*no --machine-host"),
         (["--params", "13B", "--machine-link", "50GB"], "found no --machine-gpu and no --machine-host"),
         (["--params", "13B", *MACHINE, "--machine-link", "auto"], "--machine-link of another machine in bytes.*'auto'"),
+        (["--params", "13B", *MACHINE, "--machine-link", "0.5"], "--machine-link of another machine in bytes.*'0.5'"),
         (["--params", "13B", *MACHINE, "--gpu", "200GiB"], "gpu= within the 80.00 GiB of that machine, found 200.00"),
         (["--params", "13B", "--nvme", ".", "--machine-nvme", "1TB"], "--nvme or --machine-nvme, found both"),
         (["--params", "13B", "--precision", "int4"], "--precision to be one of bf16, fp16, fp32"),
@@ -148,8 +149,10 @@ def test_another_machine_is_said_in_full(machine: Any) -> None:
         overspill.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), machine=machine)
 
 
-def test_what_a_step_takes_is_told_or_what_would_tell() -> None:
-    assert "say --machine-gpu, --machine-host and --machine-link" in here("plan", "--params", "1B")
+def test_what_a_step_takes_is_told_or_what_would_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    here_too = here("plan", "--params", "100M", "--gpu", "2GiB", "--host", "4GiB")
+    assert "say --machine-gpu, --machine-host and --machine-link" in here_too
     unknown = here("plan", "--params", "13B", "--machine-gpu", "24GiB", "--machine-host", "256GiB")
     assert 'machine= with "link"' in unknown
     small = ["--params", "13B", "--machine-gpu", "24GiB", "--machine-host", "256GiB", "--machine-link", "50GB"]

@@ -87,7 +87,7 @@ def test_a_disk_that_is_slower_than_the_link_counts(tmp_path: Path) -> None:
     assert made.times.passing == pytest.approx(2 * states / (1 << 18))
     unknown = planned(machine={"link": 1 << 20}, place=place, nvme=tmp_path)
     assert unknown.times is None
-    assert 'predicted step: not known: say how fast bytes pass: machine= with "link"' in str(unknown)
+    assert 'predicted step: not known: say how fast its disk is: machine= with "disk"' in str(unknown)
 
 
 def test_only_pages_of_a_thread_of_their_own_are_there_before_a_step(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_ring_that_is_longer_than_all_states_holds_no_more() -> None:
     firsts = []
     for budget in ("16MiB", "32MiB"):
         place = {"weight": "host", "state": "host"}
-        made = planned(machine={"link": 1 << 20}, place=place, gpu=budget)
+        made = planned(machine={"device": 1 << 26, "link": 1 << 20}, place=place, gpu=budget)
         states = sum(line.nbytes for line in made.lines if (line.tier, line.what) == ("host", "state"))
         weights = sum(line.nbytes for line in made.lines if (line.tier, line.what) == ("host", "weight"))
         assert made.bytes_of("device", "updates passing") > states

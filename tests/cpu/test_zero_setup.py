@@ -305,3 +305,25 @@ def test_room_on_a_disk_that_is_asked_for_is_that_of_all_ranks_of_a_machine(tmp_
     least = re.search(r"nvme= a path with room for .*? \((\d+) bytes\)", str(refused.value))
     assert least is not None
     overspill.plan(model, optimizer, nvme={str(tmp_path): int(least[1])}, **asked)
+
+
+def hooked(stages: list[int]) -> list[list[float]]:
+    """Gradients to which a hook adds a quarter of one."""
+    dist.init_process_group("gloo")
+    found = []
+    for zero in stages:
+        torch.manual_seed(0)
+        model: Any = nn.Linear(4, 4, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = overspill.prepare(model, optimizer, precision="fp32", zero=zero)
+        model.weight.register_post_accumulate_grad_hook(lambda p: (p.grad.add_(torch.ones(4, 4), alpha=0.25), None)[1])
+        model(torch.full((2, 4), dist.get_rank() + 1.0)).sum().backward()
+        found.append(model.weight.grad.flatten().tolist())
+        overspill.close(model)
+    dist.destroy_process_group()
+    return found
+
+
+def test_what_a_hook_adds_is_multiplied_as_it_says() -> None:
+    for rank in run(hooked, 2, [0, 1, 2, 3]):
+        assert rank == [[2 * 1.5 + 0.25] * 16] * 4
