@@ -8,8 +8,8 @@ it; a step is never shorter than all that passes:
   states and new weights have gone home. What the ring holds when a step begins is there already.
 - eager, delayed: the longer of computing and of all that passes.
 
-Steps of the files in benchmarks/results that have computing alone took 0.93 to 1.17 of that; a test compares them. Updates of states that live on
-the device, and collectives, are not counted.
+Steps of the files in benchmarks/results that have computing alone took 0.93 to 1.17 of that; a test compares them.
+Updates of states that live on the device, and collectives, are not counted.
 """
 
 from dataclasses import dataclass
