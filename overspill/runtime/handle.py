@@ -105,8 +105,8 @@ class GradHandle(torch.Tensor):
         _python.asks = before or not isinstance(func, torch._ops.OpOverload)
         try:
             if others:
-                # As a closed parameter, which opens for it.
-                return others[0].__torch_function__(func, types, args, kwargs or {})
+                # As a closed parameter, which opens for it; none of them need know of this class.
+                return others[0].__torch_function__(func, tuple(others), args, kwargs or {})
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         finally:

@@ -157,6 +157,26 @@ def test_a_gradient_and_its_parameter_in_one_operation(name: str, tmp_path: Path
     assert not differing(loop(*prepared), expected)
 
 
+class Named(torch.Tensor):
+    """A user's own, which knows of no other kind of tensors."""
+
+
+@pytest.mark.parametrize("name", ["gradient first", "gradient last"])
+def test_a_gradient_and_a_tensor_of_the_users_own_kind(name: str, tmp_path: Path) -> None:
+    def loop(model, optimizer):
+        (loss,) = losses(model, 1)
+        loss.backward()
+        found = []
+        for p in model.parameters():
+            own = torch.full(p.shape, 0.25).as_subclass(Named)
+            both = p.grad * own if name == "gradient first" else own * p.grad
+            assert type(both) is Named
+            found.append(both.as_subclass(torch.Tensor).clone())
+        return found
+
+    check(loop, AWAY, tmp_path)
+
+
 @everywhere
 def test_a_gradient_from_autograd_grad(place, tmp_path: Path) -> None:
     def loop(model, optimizer):
