@@ -133,12 +133,13 @@ def test_ratios_and_the_table() -> None:
     assert "2.00x the fastest other" in told and "90 % of the memory's own rate" in told and "it is not there" in told
 
 
-def test_what_fits_the_caches_has_no_share_of_the_memory_s_rate() -> None:
+def test_no_ratio_is_told_of_what_fits_the_caches() -> None:
     (found,) = host_updates.ratios(rows(5_000_000))
     assert found["over_the_fastest_other"] == 2.0 and found["of_the_memory_rate"] is None
     told = host_updates.summary(rows(5_000_000))
-    assert "2.00x the fastest other" in told and "no share of the memory's own rate below 100.00M" in told
-    assert "% of" not in told
+    assert "no ratios below 100.00M" in told and "fastest other" not in told and "% of" not in told
+    told = host_updates.summary(rows(500_000_000))
+    assert "2.00x the fastest other" in told and "no ratios" not in told
 
 
 @NATIVE
