@@ -86,9 +86,9 @@ def prepare(
     chosen = options({**given, **unknown})
     check_trainable(model, optimizer, chosen)
     comm = data_parallel_ranks(model, chosen, compute_device(model))
-    refuse_early_updates(chosen, comm)
-    ground = Ground(compute_device(model), comm=comm)
     try:
+        refuse_early_updates(chosen, comm)
+        ground = Ground(compute_device(model), comm=comm)
         laid_out, made = make_plan(model, optimizer, chosen, ground)
         log.info("%s", made)
         say_what_is_cast(model, chosen)

@@ -44,7 +44,7 @@ log = logging.getLogger("overspill")
 
 MOST_PAGES = 1000
 """With more pages than this, smaller ones would save next to nothing, and take minutes to plan."""
-AUTO_SHARE = {"cuda": (0.92, 0.8), "cpu": (0.4, 0.4)}
+APART, ONE_MEMORY = {"gpu": 0.92, "host": 0.8}, {"gpu": 0.4, "host": 0.4}
 """What "auto" takes of the device and of the host; without a GPU both are the same memory."""
 _ELEMENTWISE = "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD"
 ELEMENTWISE = {getattr(torch.optim, name) for name in _ELEMENTWISE.split()}
@@ -72,6 +72,16 @@ class Ground:
         if self.comm is None:
             return Sharding(zero, self.rank, self.world, True, whole)
         return Sharding(zero, self.comm.rank, self.comm.size, True, whole)
+
+    @property
+    def has_gpu(self) -> bool:
+        """A machine of which a link is known has one, whatever this one has."""
+        return self.device.type == "cuda" or "link" in (self.machine or {})
+
+    @property
+    def memory_is_apart(self) -> bool:
+        """Whether the device has its own; of another machine both are told."""
+        return self.has_gpu or self.machine is not None
 
     @property
     def locals(self) -> int:
@@ -255,8 +265,6 @@ def _with_large_pages(
 def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int], forms: Forms) -> Request:
     ground, budget, page = where
     dtypes, place = dtypes_of(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
-    # A machine of which a link is known has a GPU, whatever this one has.
-    of_a_gpu = "link" in (ground.machine or {})
     folders = tuple(str(path.absolute()) for path, _ in parse_nvme(chosen.nvme))
     known = Measured(ground.device.type, ground.machine, ground.locals, folders)
     return Request(
@@ -266,8 +274,8 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
         page,
         chosen.micro_batches,
         place,
-        copied_norms=ground.device.type == "cpu" and not of_a_gpu,
-        paged=ground.device.type in parts.PAGED or of_a_gpu,
+        copied_norms=not ground.has_gpu,
+        paged=ground.device.type in parts.PAGED or ground.has_gpu,
         chosen=known.hands(laid_out.spec),
         pace=known.pace(),
         unknown=known.unknown,
@@ -323,7 +331,7 @@ def _within(made: Plan, budget: Budget, chosen: Options) -> Plan:
 def _budget(chosen: Options, ground: Ground) -> Budget:
     """Of this rank: its share of what the machine's ranks have together; the least of all ranks."""
     device, machine = ground.device, ground.machine
-    shares = dict(zip(("gpu", "host"), AUTO_SHARE[device.type], strict=True))
+    shares = APART if ground.memory_is_apart else ONE_MEMORY
     there = dict(machine) if machine else {"device": device_available(device), "host": host_available()}
     sizes = {}
     for name, tier in (("gpu", "device"), ("host", "host")):
@@ -335,8 +343,8 @@ def _budget(chosen: Options, ground: Ground) -> Budget:
                 "smaller budget, or a larger machine"
             )
     room = sum(size if size is not None else int(0.95 * _free(path)) for path, size in parse_nvme(chosen.nvme))
-    if device.type == "cpu" and chosen.gpu == "auto":
-        # Without a GPU the device is memory that ranks share, too.
+    if chosen.gpu == "auto" and not ground.memory_is_apart:
+        # Then the device is memory that ranks share, too.
         sizes["device"] //= ground.locals
     found = (sizes["device"], sizes["host"] // ground.locals, room // ground.locals)
     if ground.comm is not None:

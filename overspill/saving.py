@@ -47,10 +47,11 @@ def _by_one(engine: Engine, what: str) -> Iterator[bool]:
     failed: BaseException | None = None
     try:
         yield ranks.comm.place == 0
-    except Exception as error:
+    except BaseException as error:
         failed = error
         raise
     finally:
+        # Of what is no refusal of ours, as Ctrl-C, the others hear when this process ends.
         if failed is None or isinstance(failed, OverspillError):
             ranks.meet(Meeting.SAVE, 1)
             if not ranks.comm.everyone(failed is None) and failed is None:

@@ -18,7 +18,7 @@ from overspill.errors import BudgetError, ModelError, OptionError, StateError
 from overspill.forms import DTYPES, update_rule
 from overspill.kernels.masters import KEPT
 from overspill.plan.plan import Plan
-from overspill.planning import Ground
+from overspill.planning import ELEMENTWISE, Ground
 from overspill.runtime.building import builder_of, span_of
 from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine
@@ -52,17 +52,14 @@ LEFT = 64 * MiB
 """Of the machine's memory, for whatever else the process takes while it is filled."""
 STAGING = 2**20
 """Of the disk room that is taken beyond the plan."""
-_BY_ITSELF = "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD"
-SEPARABLE = {getattr(torch.optim, name) for name in _BY_ITSELF.split() if hasattr(torch.optim, name)}
+SEPARABLE = ELEMENTWISE | {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
 """torch's optimizers that treat every parameter by itself."""
-WHOLE = ("Adafactor", "Muon")
-"""Those that need a whole matrix, so that the part of a DTensor is not enough."""
 
-COUPLED: dict[type[torch.optim.Optimizer], str] = {
+REFUSED: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.LBFGS: "couples all parameters",
     torch.optim.SparseAdam: "needs sparse gradients",
 }
-"""Those that do not, and why; separable=True does not make them so."""
+"""torch's optimizers that are never run parameter by parameter, and why; separable=True does not change that."""
 
 
 def say_what_is_cast(model: nn.Module, chosen: Options) -> None:
@@ -119,8 +116,6 @@ def data_parallel_ranks(model: nn.Module, chosen: Options, device: torch.device)
 
 def refuse_early_updates(chosen: Options, comm: Comm | None, world: int = 1) -> None:
     if chosen.update != "lazy" and (comm is not None or world > 1):
-        if comm is not None:
-            comm.close()
         raise OptionError(
             f"expected update='lazy' over several ranks, found {chosen.update!r}, which works with one process only as "
             "yet"
@@ -157,12 +152,13 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: 
                 )
     refuse_overlaps(model, _span)
     kind = type(optimizer)
-    if kind.__name__ in WHOLE and any(map(is_wrapper, model.parameters())):
+    if kind not in ELEMENTWISE and any(map(is_wrapper, model.parameters())):
         raise ModelError(
-            f"expected an optimizer that treats every element by itself beside DTensors, found {kind.__name__}, which "
-            "looks at whole matrices; use AdamW"
+            "expected one of torch's own optimizers that treat every element by itself beside DTensors, found "
+            f"{kind.__module__}.{kind.__name__}, which would see the part of each parameter that is on this rank; use "
+            "AdamW"
         )
-    if kind in COUPLED or (kind not in SEPARABLE and not chosen.separable):
+    if kind in REFUSED or (kind not in SEPARABLE and not chosen.separable):
         raise ModelError(_not_separable(kind))
 
 
@@ -179,9 +175,9 @@ def _span(p: nn.Parameter) -> tuple[object, int, int] | None:
 
 
 def _not_separable(kind: type[torch.optim.Optimizer]) -> str:
-    if kind in COUPLED:
+    if kind in REFUSED:
         return (
-            f"expected an optimizer that runs parameter by parameter, found {kind.__name__}, which {COUPLED[kind]}; "
+            f"expected an optimizer that runs parameter by parameter, found {kind.__name__}, which {REFUSED[kind]}; "
             "use AdamW"
         )
     return (

@@ -17,8 +17,6 @@ from overspill.config import parse_size
 from overspill.errors import OptionError
 
 MODEL, MACHINE = "The model", "Another machine than this one"
-OTHERS_SHARE = {"gpu": 0.92, "host": 0.8}
-"""What "auto" takes of another machine: what it would take there, where there is a GPU, and not what it takes here."""
 DEFAULTS = {
     "precision": "bf16",
     "optimizer": "adamw",
@@ -88,7 +86,7 @@ def plan(
         machine=machine,
         world=world,
         nvme=_disks(nvme, machine_nvme),
-        **{**said, **{name: _budget(said[name], name, machine) for name in OTHERS_SHARE}},
+        **{**said, "gpu": budget(said["gpu"]), "host": budget(said["host"])},
     )
     typer.echo(made.to_json() if json else f"{what}\n{made}{_hint(made)}")
 
@@ -147,10 +145,6 @@ def _machine(gpu: str | None, host: str | None, rates: dict[str, str | None]) ->
                 f"expected {option(name)} of another machine in bytes, as 80GiB, found {text!r}; say how many"
             )
     return {tier: parse_size(option(name), text, there=0) for tier, (name, text) in sizes.items()}
-
-
-def _budget(text: str, name: str, machine: dict[str, int] | None) -> str | float:
-    return OTHERS_SHARE[name] if text == "auto" and machine is not None else budget(text)
 
 
 def _disks(paths: list[Path] | None, room: str | None) -> Any:

@@ -3,6 +3,8 @@
 All ranks take part, so all must agree first (ranks.py); one that did not ask gives its share and goes on.
 """
 
+import struct
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +16,9 @@ from overspill.runtime.executor import Executor
 from overspill.runtime.ranks import Meeting, Point, Ranks
 from overspill.specs import Sharding, Span, UnitSpec
 
-DESCRIBED = 63
+STATES_AT_MOST = 64
+"""Of one parameter, as ranks number them; one number more stands for no state."""
+DESCRIBED = STATES_AT_MOST - 1
 """Not one of a parameter's states, but what they are."""
 
 Give = Callable[[int, int, int], Tensor]
@@ -110,9 +114,10 @@ class Collector:
         """The norms of whole gradients from those of every rank's share, in one go; all ranks get the same bits."""
         if not shares:
             return []
+        assert order >= 0, f"shares of a norm of order {order} do not add up"
         dtype = shares[0].dtype
         values = torch.stack([share.to(torch.float64) for share in shares])
-        self._ranks.meet(Meeting.NORM, len(shares), int(order) if order < 1000 else 1000)
+        self._ranks.meet(Meeting.NORM, len(shares), zlib.crc32(struct.pack("<d", order)))
         self._executor.finish_together()
         comm = self._ranks.comm
         if order == float("inf"):
@@ -133,8 +138,9 @@ def array(span: Span, pieces: Callable[[int, int], Tensor], dtype: torch.dtype, 
 
 
 def _packed(param: int, which: int) -> int:
-    return param * 64 + which
+    assert 0 <= which < STATES_AT_MOST, f"state {which} of a parameter has no number"
+    return param * STATES_AT_MOST + which
 
 
 def _unpacked(item: int) -> tuple[int, int]:
-    return item // 64, item % 64
+    return divmod(item, STATES_AT_MOST)

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from overspill.errors import OptionError
 from overspill.program import Key, Kind
 from overspill.runtime.collect import Collector
 from overspill.runtime.executor import Executor
@@ -37,6 +38,11 @@ class Norms:
         """Of the gradients' current values; cached, because for one that lives elsewhere it is dear. Who asks for one
         will ask for the others: those that are divided over ranks are all looked at together."""
         asked = [g for g in generations if g.span is not None]
+        if asked and not order >= 0:
+            raise OptionError(
+                f"expected a norm of order 0 or more, or infinity, of gradients that ranks divide, found {order}; use "
+                "norm_type=2.0"
+            )
         if self._collector is not None and not all(_is_known(g, order) for g in asked):
             current = [g for g in self._book.current() if g.span is not None]
             every = current if {*map(id, asked)} <= {*map(id, current)} else asked

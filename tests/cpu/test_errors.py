@@ -249,6 +249,14 @@ def test_fractions_and_sizes_that_are_right(tmp_path: Path) -> None:
     assert budget(nvme={tmp_path: "auto"}).nvme == pytest.approx(budget(nvme=[tmp_path]).nvme, rel=0.1)
 
 
+@pytest.mark.parametrize("world", [1, 4])
+def test_what_auto_takes_of_another_machine_is_not_what_it_takes_here(world: int) -> None:
+    """Its device has memory of its own, which its ranks need not share."""
+    model, optimizer = both()
+    made = overspill.plan(model, optimizer, machine={"device": 2**36, "host": 2**38}, world=world)
+    assert made.budget.device == int(0.92 * 2**36) and made.budget.host == int(0.8 * 2**38) // world
+
+
 # ---- models and optimizers
 
 

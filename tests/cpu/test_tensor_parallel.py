@@ -224,6 +224,12 @@ def refuses_whole_matrices(folder: Path) -> None:
     model = mlp()
     with pytest.raises(ModelError, match="every element by itself"):
         overspill.prepare(model, torch.optim.Adafactor(model.parameters()))
+    with pytest.raises(ModelError, match=r"every element by itself.*found .*OfMyOwn.*use AdamW"):
+        overspill.prepare(model, OfMyOwn(model.parameters()), separable=True)
+
+
+class OfMyOwn(torch.optim.AdamW):
+    """Whether it looks at whole matrices nobody can tell."""
 
 
 # ---

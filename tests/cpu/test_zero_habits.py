@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import overspill
-from overspill.errors import StateError
+from overspill.errors import OptionError, StateError
 from overspill.units import stripes
 from tests import ranks, small
 from tests.reference import differing, weights
@@ -247,3 +247,24 @@ def own_gradient() -> str:
 @pytest.mark.full
 def test_a_gradient_of_ones_own_is_refused() -> None:
     assert all("would not be averaged" in message for message in ranks.run(own_gradient, 2))
+
+
+def odd_norm() -> str:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model = small.build()
+    model, optimizer = overspill.prepare(model, adamw(model), precision="fp32", zero=2)
+    batches = small.batches()
+    backward(model, batches)
+    with pytest.raises(OptionError) as refused:
+        optimizer.clip_grad_norm_(1.0, norm_type=-float("inf"))
+    # Nothing is lost.
+    optimizer.clip_grad_norm_(1.0, norm_type=3.0)
+    optimizer.step()
+    overspill.settle(model)
+    return str(refused.value)
+
+
+def test_a_norm_that_shares_do_not_tell_is_refused() -> None:
+    assert all("found -inf; use norm_type=2.0" in message for message in ranks.run(odd_norm, 2))

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 import overspill
+from overspill import saving
 from overspill.errors import StateError, TierError
-from tests.ranks import run
+from tests.ranks import run, run_raw
 from tests.reference import differing, weights
 from tests.zero import OPTIMIZERS, Case, batches, build, digest, flat_states, prepared, reference, train, trained
 
@@ -151,3 +152,24 @@ def test_no_rank_goes_on_with_half_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "torn" / "states.safetensors").write_bytes(data)
     for found in run(torn_then_whole, 2, case, str(tmp_path)):
         assert differing(found[0], saved[0]) == [] and differing(found[1], saved[1]) == []
+
+
+def interrupted_save(folder: str) -> None:
+    """Ctrl-C while the first rank writes."""
+    dist.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as nvme, pytest.MonkeyPatch.context() as patch:
+        model, optimizer = prepared(Case(2, "host"), nvme)
+        train(model, optimizer, Case(2, "host", steps=1))
+        patch.setattr(saving, "_save", interrupted)
+        overspill.save(folder, model, optimizer)
+        print("saved")
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_no_rank_takes_an_interrupted_checkpoint_for_a_complete_one(tmp_path: Path) -> None:
+    first, other = run_raw(interrupted_save, 2, str(tmp_path / "saved"))
+    assert first.code != 0 and "KeyboardInterrupt" in first.stderr
+    assert other.code != 0 and "saved" not in other.stdout and "rank 0" in other.stderr, other
