@@ -5,12 +5,15 @@ place are written down (generation.py, Note [Generations]), and any other reader
 cannot be written down, get the gradient's own bytes (gradients.py, Note [Lent gradients]).
 
 Note [Who adds]: under fp16 what autograd adds is scaled, and what a hook of the user's adds in the same backward pass
-is not; their dtypes may be the same. What Python asks for comes by `__torch_function__`, what autograd adds does not.
+is not; their dtypes may be the same. What Python asks for comes by `__torch_function__`, what autograd adds does not,
+unless a dispatch mode or a tensor that wraps this one passes it on: then it comes from a `__torch_dispatch__`.
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -34,6 +37,22 @@ _python = threading.local()
 def _by_autograd() -> bool:
     """See Note [Who adds]."""
     return torch._C._current_graph_task_id() != -1 and not getattr(_python, "asks", False)
+
+
+def _is_passed_on(func: Any) -> bool:
+    """Whether an op was asked for by whoever called a `__torch_dispatch__`, and not by its own caller."""
+    if not isinstance(func, torch._ops.OpOverload) or torch._C._current_graph_task_id() == -1:
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+        frame = frame.f_back
+    return frame is not None
+
+
+def _change_nothing(kinds: list[type[Tensor]]) -> bool:
+    """Whether tensors of these kinds do as plain ones do, but for the class of what comes of them."""
+    default = Tensor.__torch_function__.__func__
+    return all(getattr(kind.__torch_function__, "__func__", None) is default for kind in kinds)
 
 
 class GradHandle(torch.Tensor):
@@ -101,14 +120,14 @@ class GradHandle(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before, others = getattr(_python, "asks", False), [t for t in types if not issubclass(t, GradHandle)]
-        # A dispatch mode, or a tensor that wraps this one, passes on what autograd asked for.
-        _python.asks = before or not isinstance(func, torch._ops.OpOverload)
+        _python.asks = before or not _is_passed_on(func)
         try:
-            if others:
+            if others and not _change_nothing(others):
                 # As a closed parameter, which opens for it; none of them need know of this class.
                 return others[0].__torch_function__(func, tuple(others), args, kwargs or {})
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+                result = func(*args, **(kwargs or {}))
+                return tree_map(lambda x: _as_kind(others[0], x), result) if others else result
         finally:
             _python.asks = before
 
@@ -133,6 +152,11 @@ class GradHandle(torch.Tensor):
             if rewritten and (not first.generation.lent or (packet is aten.add_ and _is_more(first._book))):
                 return _rewrite(packet, first, args, kwargs)
         return _at_once(func, args, kwargs)
+
+
+def _as_kind(kind: type[Tensor], x: Any) -> Any:
+    """As the default `__torch_function__` gives it; a gradient that was changed in place stays what it is."""
+    return x if not isinstance(x, Tensor) or isinstance(x, GradHandle | kind) else x.as_subclass(kind)
 
 
 def gradient_of(p: Tensor | None) -> Generation | None:

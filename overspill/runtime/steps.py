@@ -1,6 +1,7 @@
 """What a step takes: for every unit the gradients that are there, with the hyperparameters of their groups."""
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from overspill.runtime.updates import Job, Taken, snapshot
 from overspill.units.local import local_of, part_for
 from overspill.units.unit import Unit
 
+log = logging.getLogger("overspill")
 Jobs = dict[int, list[Job]]
 """Unit -> what each group asks of it."""
 HEARS_LATER = {"cuda"}
@@ -30,6 +32,7 @@ class Steps:
         self._units = units
         self._parts = parts
         self._residency = residency
+        self._told = False
         executor = parts.executor
         ours = executor.program.update_lane == Lane.UPDATE and parts.made.ranks is None
         self._hears_later = ours and executor.lanes.device.type in HEARS_LATER
@@ -67,9 +70,20 @@ class Steps:
                 generation = self._taken(part.generation)
             else:
                 # The user's own tensor, or another parameter's gradient: either may change before the update runs.
+                self._say_unscaled(spec.name)
                 generation = self._parts.made.grads.take(unit, index, part_for(p, gradient.detach().clone()))
             found.setdefault(unit, []).append(Taken(index, generation, generation.changes))
         return found
+
+    def _say_unscaled(self, name: str) -> None:
+        """Once: what a Function's own backward puts into `p.grad` looks like this, and has the loss's scale."""
+        if self._parts.scale is not None and not self._told:
+            self._told = True
+            log.warning(
+                "the gradient of %r is a tensor of yours: under precision='fp16' it is taken as it is, not divided by "
+                "the loss scale; where an autograd.Function puts it there by itself, use precision='bf16'",
+                name,
+            )
 
     def _taken(self, generation: Generation) -> Generation:
         check_bytes(generation)

@@ -184,11 +184,18 @@ def test_under_a_dispatch_mode_autograd_adds_as_ever(between: str, tmp_path: Pat
     assert all(map(close, found, expected))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+ADDS: dict[str, Any] = {
+    "narrow": lambda g: g.add_(torch.full_like(g, 0.5, dtype=torch.float16)),
+    "wide": lambda g: g.add_(torch.full_like(g, 0.5, dtype=torch.float32)),
+    "by the op itself": lambda g: torch.ops.aten.add_.Tensor(g, torch.full_like(g, 0.5, dtype=torch.float16)),
+}
+
+
+@pytest.mark.parametrize("add", ADDS)
 @pytest.mark.parametrize("between", ["added", "zeroed", "dropped", "looked at"])
-def test_what_a_hook_adds_counts_as_it_is(between: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_what_a_hook_adds_counts_as_it_is(between: str, add: str, tmp_path: Path) -> None:
     def add_more(p: torch.Tensor) -> None:
-        p.grad.add_(torch.full_like(p.grad, 0.5, dtype=dtype))
+        ADDS[add](p.grad)
 
     def hooked(model: nn.Module, optimizer: Any) -> Any:
         kept = BETWEEN[between](model, optimizer)
@@ -199,6 +206,36 @@ def test_what_a_hook_adds_counts_as_it_is(between: str, dtype: torch.dtype, tmp_
     plain = two_passes(nn.Linear, BETWEEN[between], "device", tmp_path)
     found = two_passes(nn.Linear, hooked, "device", tmp_path, precision="fp16", micro_batches=2)
     assert all(close(a, b + 0.5) for a, b in zip(found, plain, strict=True))
+
+
+class OwnSum(torch.autograd.Function):
+    """Puts the gradient of its weight there by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+        ctx.layer, ctx.x = layer, x
+        return x @ layer.weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *made: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.layer.weight.grad = made[0].t() @ ctx.x
+        return made[0] @ ctx.layer.weight.detach(), None
+
+
+class Summed(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return OwnSum.apply(x, self)
+
+
+def test_what_a_function_puts_there_by_itself_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), Summed(WIDTH, WIDTH, bias=False))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = overspill.prepare(model, optimizer, precision="fp16")
+    for _ in range(2):
+        model(inputs()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [record.message.count("'1.weight' is a tensor of yours") for record in caplog.records].count(1) == 1
 
 
 def test_norms_of_wide_gradients_are_those_of_their_bytes() -> None:

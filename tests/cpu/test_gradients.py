@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import overspill
@@ -175,6 +175,39 @@ def test_a_gradient_and_a_tensor_of_the_users_own_kind(name: str, tmp_path: Path
         return found
 
     check(loop, AWAY, tmp_path)
+
+
+def plus(p: nn.Parameter, own: Tensor) -> None:
+    p.grad += own
+
+
+IN_PLACE = {
+    "add_": lambda p, own: p.grad.add_(own),
+    "add_ of a parameter's kind": lambda p, own: p.grad.add_(nn.Parameter(own.as_subclass(Tensor), False)),
+    "plus": plus,
+    "mul_": lambda p, own: p.grad.mul_(own),
+    "copy_": lambda p, own: p.grad.copy_(own),
+    "foreach": lambda p, own: torch._foreach_add_([p.grad], [own]),
+    "assigned": lambda p, own: setattr(p, "grad", torch.add(p.grad, own)),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
+@everywhere
+def test_a_gradient_changed_by_a_tensor_of_the_users_own_kind(place, change, tmp_path: Path) -> None:
+    def loop(model, optimizer):
+        for loss in losses(model, STEPS):
+            loss.backward()
+            for i, p in enumerate(model.parameters()):
+                own = torch.full(p.shape, 0.25 / (1 + i)).as_subclass(Named)
+                change(p, own)
+                # It may change afterwards.
+                own.zero_()
+            clip(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(loop, place, tmp_path)
 
 
 @everywhere
