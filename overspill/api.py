@@ -124,9 +124,9 @@ def plan(
 ) -> Plan:
     """What `prepare` with the same keywords would do. Allocates nothing and needs no GPU.
 
-    `machine` stands in for this one: {"device": bytes, "host": bytes}; the "auto" budgets are shares of it. For the
-    step's time to be predicted, also {"link": bytes per second, both ways together, "disk": bytes per second}; such a
-    machine has a GPU, whatever this one has.
+    `machine` stands in for this one, and has a GPU, whatever this one has: {"device": bytes, "host": bytes}; the "auto"
+    budgets are shares of it. For the step's time to be predicted, also {"link": bytes per second, both ways together,
+    "disk": bytes per second}.
     """
     if not isinstance(world, int) or isinstance(world, bool) or world < 1:
         raise OptionError(f"expected world= as the number of processes, from 1, found {world!r}")

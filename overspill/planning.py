@@ -75,13 +75,8 @@ class Ground:
 
     @property
     def has_gpu(self) -> bool:
-        """A machine of which a link is known has one, whatever this one has."""
-        return self.device.type == "cuda" or "link" in (self.machine or {})
-
-    @property
-    def memory_is_apart(self) -> bool:
-        """Whether the device has its own; of another machine both are told."""
-        return self.has_gpu or self.machine is not None
+        """Another machine has one, whatever this one has."""
+        return self.device.type == "cuda" or self.machine is not None
 
     @property
     def locals(self) -> int:
@@ -331,7 +326,7 @@ def _within(made: Plan, budget: Budget, chosen: Options) -> Plan:
 def _budget(chosen: Options, ground: Ground) -> Budget:
     """Of this rank: its share of what the machine's ranks have together; the least of all ranks."""
     device, machine = ground.device, ground.machine
-    shares = APART if ground.memory_is_apart else ONE_MEMORY
+    shares = APART if ground.has_gpu else ONE_MEMORY
     there = dict(machine) if machine else {"device": device_available(device), "host": host_available()}
     sizes = {}
     for name, tier in (("gpu", "device"), ("host", "host")):
@@ -343,7 +338,7 @@ def _budget(chosen: Options, ground: Ground) -> Budget:
                 "smaller budget, or a larger machine"
             )
     room = sum(size if size is not None else int(0.95 * _free(path)) for path, size in parse_nvme(chosen.nvme))
-    if chosen.gpu == "auto" and not ground.memory_is_apart:
+    if chosen.gpu == "auto" and not ground.has_gpu:
         # Then the device is memory that ranks share, too.
         sizes["device"] //= ground.locals
     found = (sizes["device"], sizes["host"] // ground.locals, room // ground.locals)

@@ -51,8 +51,8 @@ def _is_passed_on(func: Any) -> bool:
 
 def _change_nothing(kinds: list[type[Tensor]]) -> bool:
     """Whether tensors of these kinds do as plain ones do, but for the class of what comes of them."""
-    default = Tensor.__torch_function__.__func__
-    return all(getattr(kind.__torch_function__, "__func__", None) is default for kind in kinds)
+    every: list[type[Tensor]] = [Tensor, *kinds]
+    return len({getattr(kind.__torch_function__, "__func__", kind) for kind in every}) == 1
 
 
 class GradHandle(torch.Tensor):

@@ -189,7 +189,8 @@ def test_what_is_no_neighbour_is_not_joined(change: dict[str, Any]) -> None:
     [
         ({"gpu": "64GiB"}, 1 << 30, 4),
         ({"gpu": "16GiB"}, 1 << 29, 4 * 2),
-        ({"gpu": "8GiB"}, 1 << 27, 4 * 7),
+        ({"gpu": "8GiB"}, 1 << 28, 4 * 4),
+        ({"gpu": "7GiB"}, 1 << 27, 4 * 7),
         ({"gpu": "64GiB", "place": {"state": "host"}}, 1 << 27, 4 * 7),
         ({"gpu": "64GiB", "place": {"grad": "host"}}, 1 << 27, 4 * 7),
         ({"gpu": "64GiB", "precision": "fp32"}, 1 << 27, 4),
