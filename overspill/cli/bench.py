@@ -211,6 +211,7 @@ def quality_(
     seq: Annotated[int, o.described(WORK, "Bytes in a sequence.", _L.seq)] = _L.seq,
     batch: Annotated[int, o.described(WORK, "Sequences in a step.", _L.batch)] = _L.batch,
     lr: Annotated[float, o.described(WORK, "Learning rate.", _L.lr)] = _L.lr,
+    seed: Annotated[int, o.described(WORK, "Of the first values and of the order of the text.", _L.seed)] = _L.seed,
     at_once: AtOnce = 1,
     limit: Annotated[float, o.described(ENGINES, "Seconds that each has.", 3600)] = 3600.0,
     out: Out = None,
@@ -228,7 +229,7 @@ def quality_(
         for each in asking.listed(told):
             asking.one_of(name, each, known)
     asked = quality.Run(
-        lesson=Lesson(steps=learned, layers=layers, hidden=hidden, heads=heads, seq=seq, batch=batch, lr=lr),
+        lesson=Lesson(steps=learned, layers=layers, hidden=hidden, heads=heads, seq=seq, batch=batch, lr=lr, seed=seed),
         cases=asking.listed(cases),
         ways=asking.listed(ways),
         at_once=at_once,
