@@ -95,7 +95,7 @@ def _save(path: str | PathLike[str], engine: Engine, optimizer: SpilledOptimizer
         "modules": {name: module.get_extra_state() for name, module in _with_extra_state(engine.model)},
         "extra": extra,
     }
-    save_folder(path, {WEIGHTS: weights, STATES: tensors}, body, overwrite=True)
+    save_folder(path, {WEIGHTS: weights, STATES: tensors}, body)
 
 
 def load(path: str | PathLike[str], engine: Engine, optimizer: SpilledOptimizer) -> Any:

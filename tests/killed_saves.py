@@ -56,7 +56,7 @@ def tensors(value: float, fuse: Fuse) -> list[Stored]:
 
 def save(path: Path, value: float, fuse: Fuse) -> None:
     files = {"one.safetensors": tensors(value, fuse), "two.safetensors": [stored("c", torch.full((5,), value))]}
-    save_folder(path, files, {"value": value, "rng": torch.full((3,), value)}, overwrite=True)
+    save_folder(path, files, {"value": value, "rng": torch.full((3,), value)})
 
 
 def value_of(path: Path) -> float:

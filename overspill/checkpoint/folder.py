@@ -119,10 +119,8 @@ class Saved:
         return self.entries[name]
 
 
-def save_folder(
-    path: str | os.PathLike[str], files: Mapping[str, Sequence[Stored]], body: Any, *, overwrite: bool = False
-) -> None:
-    """Write a checkpoint, safe on disk on return; until then what was at `path` stays, see Note [swap].
+def save_folder(path: str | os.PathLike[str], files: Mapping[str, Sequence[Stored]], body: Any) -> None:
+    """Write a checkpoint, safe on disk on return; until then one that was at `path` stays, see Note [swap].
 
     `files` are tensors by the name of their file; `body` is whatever `pack` takes, and its tensors get their own file.
     """
@@ -134,12 +132,12 @@ def save_folder(
     with disk_errors(f"save a checkpoint at {str(path)!r}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         _finish_swap(path)
-        _check_target(path, overwrite)
+        _check_target(path)
         check_room(path.parent, sum(tensor.nbytes for group in every.values() for tensor in group), path)
         with staged(path.parent, path.name) as folder:
             listed = {file: _write_file(folder / file, group) for file, group in every.items()}
             _write_manifest(folder, {"format": _FORMAT, "version": _VERSION, "files": listed, "body": packed})
-            _swap_in(folder, path, overwrite)
+            _swap_in(folder, path)
 
 
 def open_folder(path: str | os.PathLike[str]) -> Saved:
@@ -159,17 +157,13 @@ def open_folder(path: str | os.PathLike[str]) -> Saved:
 # ---- writing
 
 
-def _check_target(path: Path, overwrite: bool) -> None:
+def _check_target(path: Path) -> None:
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not _is_checkpoint(path):
         raise StateError(
             f"expected a new folder or a checkpoint at {str(path)!r}, found other files; they are left alone, "
             f"give another path"
-        )
-    if not overwrite:
-        raise StateError(
-            f"expected a new folder at {str(path)!r}, found a checkpoint; give another path, or overwrite=True"
         )
     if _old(path).exists():
         raise StateError(
@@ -193,9 +187,9 @@ def _write_manifest(folder: Path, content: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _swap_in(folder: Path, path: Path, overwrite: bool) -> None:
+def _swap_in(folder: Path, path: Path) -> None:
     old = _old(path)
-    replaces = overwrite and _is_checkpoint(path)
+    replaces = _is_checkpoint(path)
     own = _own(path) if replaces else set()
     if replaces:
         link_others(path, folder, own)

@@ -119,12 +119,12 @@ def test_anything_else_is_refused_with_its_place(value: Any, message: str) -> No
 TENSORS = {"w": torch.arange(1000.0).reshape(10, 100), "empty": torch.ones(0), "h": torch.ones(7, dtype=torch.bfloat16)}
 
 
-def save(path: Path, value: float = 1.0, **options: Any) -> None:
+def save(path: Path, value: float = 1.0) -> None:
     files = {
         "weights.safetensors": [stored(name, tensor * value) for name, tensor in TENSORS.items()],
         "states.safetensors": [stored("m", torch.full((33,), value))],
     }
-    save_folder(path, files, {"value": value, "rng": torch.tensor([value])}, **options)
+    save_folder(path, files, {"value": value, "rng": torch.tensor([value])})
 
 
 def value_of(path: Path) -> float:
@@ -156,15 +156,12 @@ def test_a_checkpoint_comes_back_and_is_plain_safetensors_and_json(tmp_path: Pat
             saved.tensor("nothing")
 
 
-def test_an_existing_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:
+def test_an_existing_checkpoint_is_replaced(tmp_path: Path) -> None:
     save(tmp_path / "a")
-    with pytest.raises(StateError, match="found a checkpoint; give another path, or overwrite=True"):
-        save(tmp_path / "a", 2.0)
-    assert value_of(tmp_path / "a") == 1.0
-    save(tmp_path / "a", 2.0, overwrite=True)
+    save(tmp_path / "a", 2.0)
     assert value_of(tmp_path / "a") == 2.0 and names(tmp_path) == ["a"]
     (tmp_path / "latest").symlink_to("a")
-    save(tmp_path / "latest", 3.0, overwrite=True)
+    save(tmp_path / "latest", 3.0)
     assert value_of(tmp_path / "a") == 3.0 and names(tmp_path) == ["a", "latest"]
 
 
@@ -185,8 +182,8 @@ def test_what_the_user_puts_into_a_checkpoint_stays(
     (path / "model").mkdir()
     (path / "model" / "config.json").write_text("[]")
     (path / "newest").symlink_to("model")
-    save(path, 2.0, overwrite=True)
-    save(path, 3.0, overwrite=True)
+    save(path, 2.0)
+    save(path, 3.0)
     assert {found.name for found in path.iterdir()} == own | {"tokenizer.json", "model", "newest"}
     assert (path / "tokenizer.json").read_text() == "{}" and (path / "newest" / "config.json").read_text() == "[]"
     assert (path / "newest").is_symlink() and [found.name for found in tmp_path.iterdir()] == ["latest"]
@@ -199,11 +196,11 @@ def test_what_the_user_put_there_is_never_touched(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name in ("mine", "file"):
         with pytest.raises(StateError, match="found other files"):
-            save(tmp_path / name, overwrite=True)
+            save(tmp_path / name)
     save(tmp_path / "a")
     save(tmp_path / "a.old", 5.0)  # a checkpoint like any other, though it bears the name that a swap uses
     with pytest.raises(StateError, match=r"expected .*a\.old' to be free"):
-        save(tmp_path / "a", 2.0, overwrite=True)
+        save(tmp_path / "a", 2.0)
     assert value_of(tmp_path / "a") == 1.0 and value_of(tmp_path / "a.old") == 5.0
     (tmp_path / "empty").mkdir()
     save(tmp_path / "empty", 4.0)
@@ -218,10 +215,10 @@ def test_a_save_that_fails_leaves_everything_as_it_was(tmp_path: Path, monkeypat
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        save_folder(tmp_path / "a", {"x.safetensors": [Stored("x", torch.float32, (9,), broken)]}, None, overwrite=True)
+        save_folder(tmp_path / "a", {"x.safetensors": [Stored("x", torch.float32, (9,), broken)]}, None)
     with pytest.raises(ModelError, match="found 'x' twice"):
         group = [stored("x", torch.ones(1))]
-        save_folder(tmp_path / "a", {"x.safetensors": group, "y.safetensors": group}, None, overwrite=True)
+        save_folder(tmp_path / "a", {"x.safetensors": group, "y.safetensors": group}, None)
     with monkeypatch.context() as patched:
         rename = os.rename
 
@@ -232,14 +229,14 @@ def test_a_save_that_fails_leaves_everything_as_it_was(tmp_path: Path, monkeypat
 
         patched.setattr(os, "rename", failing)
         with pytest.raises(TierError, match=r"expected to save a checkpoint at .* Input/output error"):
-            save(tmp_path / "a", 2.0, overwrite=True)
+            save(tmp_path / "a", 2.0)
 
     class Full:
         f_bavail, f_frsize = 1, 512
 
     monkeypatch.setattr(os, "statvfs", lambda _path: Full)
     with pytest.raises(TierError, match=r"expected room for \d+ bytes .*found 512 bytes free"):
-        save(tmp_path / "a", 2.0, overwrite=True)
+        save(tmp_path / "a", 2.0)
     assert value_of(tmp_path / "a") == 1.0 and names(tmp_path) == ["a"]
 
 
@@ -310,11 +307,11 @@ def test_a_torn_checkpoint_is_refused_and_names_an_intact_one(tmp_path: Path) ->
     refused(path, r"expected \d+ bytes in .*states\.safetensors', found 100")
     (path / "states.safetensors").unlink()
     refused(path, r"expected the file .*states\.safetensors', found it missing")
-    save(path, overwrite=True)
+    save(path)
     file = path / "weights.safetensors"
     file.write_bytes(file.read_bytes().replace(b"[10,100]", b"[100,10]"))
     refused(path, "found another 'w'")
-    save(path, overwrite=True)
+    save(path)
     manifest = path / MANIFEST
     text = manifest.read_text()
     manifest.write_text(text.replace('"value": 1.0', '"value": 1.5'))
