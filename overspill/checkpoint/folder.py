@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch import Tensor
 from overspill.checkpoint.packing import pack, unpack
 from overspill.checkpoint.staging import (
     LOCK,
+    copied_bytes,
     discard,
     disk_errors,
     fsync_folder,
@@ -132,9 +134,10 @@ def save_folder(path: str | os.PathLike[str], files: Mapping[str, Sequence[Store
     with disk_errors(f"save a checkpoint at {str(path)!r}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         _finish_swap(path)
-        _check_target(path)
-        check_room(path.parent, sum(tensor.nbytes for group in every.values() for tensor in group), path)
+        replaces = _check_target(path)
         with staged(path.parent, path.name) as folder:
+            copied = copied_bytes(path, folder, _own(path)) if replaces else 0
+            check_room(folder, copied + sum(tensor.nbytes for group in every.values() for tensor in group), path)
             listed = {file: _write_file(folder / file, group) for file, group in every.items()}
             _write_manifest(folder, {"format": _FORMAT, "version": _VERSION, "files": listed, "body": packed})
             _swap_in(folder, path)
@@ -157,9 +160,10 @@ def open_folder(path: str | os.PathLike[str]) -> Saved:
 # ---- writing
 
 
-def _check_target(path: Path) -> None:
+def _check_target(path: Path) -> bool:
+    """Whether a checkpoint that is there is replaced."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return
+        return False
     if not _is_checkpoint(path):
         raise StateError(
             f"expected a new folder or a checkpoint at {str(path)!r}, found other files; they are left alone, "
@@ -170,6 +174,7 @@ def _check_target(path: Path) -> None:
             f"expected {str(_old(path))!r} to be free while {path.name!r} is replaced, found something that was not "
             f"put there by a save; move it away"
         )
+    return True
 
 
 def _write_file(path: Path, tensors: Sequence[Stored]) -> dict[str, Any]:
@@ -193,6 +198,7 @@ def _swap_in(folder: Path, path: Path) -> None:
     own = _own(path) if replaces else set()
     if replaces:
         link_others(path, folder, own)
+        shutil.copymode(path, folder)
     fsync_folder(folder)
     if replaces:
         (path / _MARK).touch()

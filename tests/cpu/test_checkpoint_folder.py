@@ -170,11 +170,7 @@ def test_what_the_user_puts_into_a_checkpoint_stays(
     linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not linked:
-
-        def refuse(*given: Any, **more: Any) -> None:
-            raise OSError("no links on this file system")
-
-        monkeypatch.setattr(os, "link", refuse)
+        refuse_links(monkeypatch)
     path = tmp_path / "latest"
     save(path, 1.0)
     own = {found.name for found in path.iterdir()}
@@ -188,6 +184,51 @@ def test_what_the_user_puts_into_a_checkpoint_stays(
     assert (path / "tokenizer.json").read_text() == "{}" and (path / "newest" / "config.json").read_text() == "[]"
     assert (path / "newest").is_symlink() and [found.name for found in tmp_path.iterdir()] == ["latest"]
     assert value_of(path) == 3.0
+
+
+def refuse_links(patched: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any, **more: Any) -> None:
+        raise OSError("no links on this file system")
+
+    patched.setattr(os, "link", refuse)
+
+
+def test_folders_of_the_user_stay_as_closed_and_as_old_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "latest"
+    save(path, 1.0)
+    path.chmod(0o700)
+    (path / "mine" / "inner").mkdir(parents=True)
+    (path / "mine" / "inner" / "secret").touch()
+    for folder in (path / "mine" / "inner", path / "mine"):
+        folder.chmod(0o700)
+        os.utime(folder, (1e9, 1e9))
+    for value in (2.0, 3.0):
+        save(path, value)
+        for folder in (path / "mine", path / "mine" / "inner"):
+            assert (folder.stat().st_mode & 0o777, folder.stat().st_mtime) == (0o700, 1e9)
+        assert path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_room_is_asked_for_what_is_copied(linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "latest"
+    save(path, 1.0)
+    before = sum(file.stat().st_size for file in path.iterdir())
+    (path / "model").mkdir()
+    (path / "model" / "large").write_bytes(bytes(1 << 20))
+
+    class Nearly:
+        f_bavail, f_frsize = before + 4096, 1
+
+    monkeypatch.setattr(os, "statvfs", lambda _path: Nearly)
+    if linked:
+        save(path, 2.0)
+    else:
+        refuse_links(monkeypatch)
+        with pytest.raises(TierError, match=r"expected room for 105\d{4} bytes .*latest', found \d{4,5} bytes free"):
+            save(path, 2.0)
+    assert value_of(path) == (2.0 if linked else 1.0)
+    assert (path / "model" / "large").stat().st_size == 1 << 20 and names(tmp_path) == ["latest"]
 
 
 def test_what_the_user_put_there_is_never_touched(tmp_path: Path) -> None:
