@@ -74,6 +74,17 @@ def link_others(folder: Path, into: Path, own: Collection[str] = (), newer: bool
     fsync_folder(into)
 
 
+def clashes(folder: Path, into: Path, own: Collection[str] = ()) -> Iterator[Path]:
+    """What in `folder` would take the place of one of the `own` files of another one, or that of a folder there, or is
+    a folder where that has none but a file."""
+    for found in sorted(folder.iterdir()):
+        to = into / found.name
+        if found.name in own or (os.path.lexists(to) and _is_folder(found) != _is_folder(to)):
+            yield found
+        elif _is_folder(found) and _is_folder(to):
+            yield from clashes(found, to)
+
+
 def copied_bytes(folder: Path, into: Path, own: Collection[str] = ()) -> int:
     """How much `link_others` will copy into an empty folder, because it cannot be linked."""
     copied, probe = 0, into / _PROBE

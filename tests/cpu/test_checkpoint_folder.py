@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,104 @@ def test_room_is_asked_for_what_is_copied(linked: bool, tmp_path: Path, monkeypa
             save(path, 2.0)
     assert value_of(path) == (2.0 if linked else 1.0)
     assert (path / "model" / "large").stat().st_size == 1 << 20 and names(tmp_path) == ["latest"]
+
+
+def killed_between_renames(path: Path) -> Path:
+    """A checkpoint as a killed save leaves it, which has a file and a folder of the user's."""
+    old = path.with_name(f"{path.name}.old")
+    save(old)
+    (old / "notes").mkdir()
+    (old / "notes" / "first").write_text("1")
+    (old / "log").write_text("old")
+    (old / ".replaced").touch()
+    return old
+
+
+IN_THE_WAY: dict[str, Callable[[Path], Any]] = {
+    "a manifest": lambda path: (path / "manifest.json").write_text('{"app": "mine"}'),
+    "a folder for a manifest": lambda path: (path / "manifest.json").mkdir(),
+    "weights": lambda path: (path / "weights.safetensors").write_text("mine"),
+    "a file for a folder": lambda path: (path / "notes").write_text("mine"),
+    "a folder for a file": lambda path: (path / "log").mkdir(),
+    "a link for a folder": lambda path: (path / "notes").symlink_to("."),
+    "a file": lambda path: (path.joinpath("kept").unlink(), path.rmdir(), path.write_text("mine")),
+}
+
+
+@pytest.mark.parametrize("what", IN_THE_WAY)
+def test_what_is_in_the_way_of_an_interrupted_checkpoint_is_refused(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    old = killed_between_renames(path)
+    path.mkdir()
+    (path / "kept").write_text("mine")
+    IN_THE_WAY[what](path)
+    before = [[*files(path)], [*files(old)]]
+    with pytest.raises(StateError, match=r"nothing in the way of .*a\.old', .*found '.*/a.*; .* move that to another"):
+        save(path, 2.0)
+    assert [[*files(path)], [*files(old)]] == before
+    assert value_of(path) == 1.0, "of the old one"
+    path.rename(tmp_path / "moved")
+    save(path, 2.0)
+    assert value_of(path) == 2.0 and names(tmp_path) == ["a", "moved"]
+    assert (path / "notes" / "first").read_text() == "1" and (path / "log").read_text() == "old"
+
+
+def files(path: Path) -> Iterator[tuple[Path, bytes | None]]:
+    for found in sorted((path, *path.rglob("*"))):
+        yield found, found.read_bytes() if found.is_file() else None
+
+
+def test_what_is_not_in_the_way_goes_back_with_an_interrupted_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    killed_between_renames(path)
+    (path / "notes" / "more").mkdir(parents=True)
+    (path / "notes" / "second").write_text("2")
+    (path / "notes").chmod(0o700)
+    (path / "log").write_text("new")
+    save(path, 2.0)
+    assert value_of(path) == 2.0 and names(tmp_path) == ["a"]
+    assert names(path / "notes") == ["first", "more", "second"] and (path / "log").read_text() == "new"
+    assert (path / "notes").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_manifest_that_cannot_be_read_is_not_one_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a disk fails for a moment: the new checkpoint is whole, and the old one not yet removed."""
+    path = tmp_path / "a"
+    old = killed_between_renames(path)
+    save(tmp_path / "b", 2.0)
+    (tmp_path / "b").rename(path)
+    read = Path.read_bytes
+
+    def failing(file: Path) -> bytes:
+        if file == path / MANIFEST:
+            raise OSError(5, "Input/output error")
+        return read(file)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", failing)
+        with pytest.raises(TierError, match=r"expected to save a checkpoint at .*a'.*Input/output error"):
+            save(path, 3.0)
+        with pytest.raises(TierError, match=r"expected to load the checkpoint .*a'.*Input/output error"):
+            open_folder(path)
+        with pytest.raises(TierError, match=r"a\.old' beside it is intact"):
+            open_folder(tmp_path / "nothing")
+    assert value_of(path) == 2.0 and value_of(old) == 1.0
+    save(path, 3.0)
+    assert value_of(path) == 3.0 and names(tmp_path) == ["a"]
+
+
+def test_what_has_the_name_of_a_file_to_come_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    save_folder(path, {"weights.safetensors": [stored("w", torch.ones(3))]}, None)
+    (path / "states.safetensors").write_text("mine")
+    with pytest.raises(StateError, match=r"found 'states\.safetensors', which is not of the checkpoint there"):
+        save(path, 2.0)
+    assert (path / "states.safetensors").read_text() == "mine"
+    (path / "states.safetensors").unlink()
+    save(path, 2.0)
+    assert value_of(path) == 2.0
 
 
 def test_what_the_user_put_there_is_never_touched(tmp_path: Path) -> None:
