@@ -183,7 +183,8 @@ def close(model: Model) -> Model:
 
 def save(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
     """Write a checkpoint: weights in master precision, buffers, optimizer states, groups, and `extra` (nested lists,
-    dicts, numbers, texts and tensors). It is complete or not there; one that exists at `path` is replaced."""
+    dicts, numbers, texts and tensors). It is complete or not there; one that exists at `path` is replaced, and what
+    else is in its folder stays. Where files of yours are in the way, nothing is touched, and StateError raised."""
     from overspill.saving import save as save_all
 
     engine, prepared = _engine(model), _optimizer(model, optimizer)

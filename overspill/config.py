@@ -124,11 +124,12 @@ def _check_place(place: Any) -> None:
             )
 
 
-def parse_size(name: str, value: Size, there: int) -> int:
-    """Bytes: from a number, a text such as "24GiB", or a fraction of what is there; "auto" is not for this function."""
-    if value == "auto":
+def parse_size(name: str, value: Size, there: int | None) -> int:
+    """Bytes: from a number, a text such as "24GiB", or a fraction of what is there, or all of it. `there`: None where
+    there is nothing that a share could be taken of."""
+    if value == "auto" and there is not None:
         return there
-    if isinstance(value, float):
+    if isinstance(value, float) and there is not None:
         if 0 < value <= 1:
             return int(value * there)
         raise OptionError(
@@ -139,16 +140,15 @@ def parse_size(name: str, value: Size, there: int) -> int:
             return value
         raise OptionError(f"expected {name}= to be more than 0 bytes, found {value!r}")
     if isinstance(value, str) and re.fullmatch(r"\s*\d*\.\d*\s*", value):
-        raise OptionError(
-            f"expected {name}= as a fraction that is no text, as 0.5, or as text with a unit, as '24GiB', found "
-            f"{value!r}"
-        )
+        share = "a fraction that is no text, as 0.5, or as " if there is not None else ""
+        raise OptionError(f"expected {name}= as {share}text with a unit, as '24GiB', found {value!r}")
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
     unit = next((n for u, n in UNITS.items() if match and u.lower() == match[2].lower()), None)
     if match is None or unit is None or float(match[1]) * unit < 1:
-        raise OptionError(
-            f"expected {name}= as 'auto', text like '24GiB' or '500MB', bytes, or a fraction, found {value!r}"
-        )
+        ways = "'auto', text like '24GiB' or '500MB', bytes, or a fraction"
+        if there is None:
+            ways = "text like '24GiB' or '500MB', or bytes"
+        raise OptionError(f"expected {name}= as {ways}, found {value!r}")
     return int(float(match[1]) * unit)
 
 
@@ -182,6 +182,4 @@ def parse_nvme(value: NvmeOption) -> list[tuple[Path, int | None]]:
 
 
 def _disk_size(path: str | PathLike[str], size: Size) -> int | None:
-    if isinstance(size, float):
-        raise OptionError(f"expected nvme[{path!r}] as 'auto', bytes or text like '900GB', found {size!r}")
-    return None if size == "auto" else parse_size(f"nvme[{path!r}]", size, there=0)
+    return None if size == "auto" else parse_size(f"nvme[{path!r}]", size, there=None)

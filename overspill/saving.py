@@ -90,12 +90,12 @@ def _save(path: str | PathLike[str], engine: Engine, optimizer: SpilledOptimizer
             for group in optimizer.param_groups
         ],
         "states": small,
-        "steps": engine.early.steps,
+        "steps": engine.steps.count,
         "scale": engine.parts.scale.state() if engine.parts.scale else None,
         "modules": {name: module.get_extra_state() for name, module in _with_extra_state(engine.model)},
         "extra": extra,
     }
-    save_folder(path, {WEIGHTS: weights, STATES: tensors}, body, overwrite=True)
+    save_folder(path, {WEIGHTS: weights, STATES: tensors}, body)
 
 
 def load(path: str | PathLike[str], engine: Engine, optimizer: SpilledOptimizer) -> Any:
@@ -134,7 +134,7 @@ def _replace(saved: Saved, body: Any, engine: Engine, optimizer: SpilledOptimize
     for name, module in _with_extra_state(engine.model):
         module.set_extra_state(body["modules"].get(name))
     # Of checkpoints of an earlier version they are not known.
-    engine.early.steps = body.get("steps", engine.early.steps)
+    engine.steps.count = body.get("steps", engine.steps.count)
     if engine.parts.scale is not None and body["scale"] is not None:
         engine.parts.scale.load(body["scale"])
         engine.parts.made.grads.factor = engine.parts.scale.factor

@@ -23,7 +23,7 @@ from overspill.checkpoint.tensorfile import entries_of
 from overspill.checkpoint.writer import Stored, stored
 from overspill.errors import TierError
 
-CALLS = ("mkdir", "open", "rename", "unlink", "rmdir", "fsync", "posix_fadvise", "link")
+CALLS = ("mkdir", "open", "rename", "unlink", "rmdir", "fsync", "posix_fadvise", "link", "chmod", "utime")
 
 
 class Fuse:
@@ -56,7 +56,7 @@ def tensors(value: float, fuse: Fuse) -> list[Stored]:
 
 def save(path: Path, value: float, fuse: Fuse) -> None:
     files = {"one.safetensors": tensors(value, fuse), "two.safetensors": [stored("c", torch.full((5,), value))]}
-    save_folder(path, files, {"value": value, "rng": torch.full((3,), value)}, overwrite=True)
+    save_folder(path, files, {"value": value, "rng": torch.full((3,), value)})
 
 
 def value_of(path: Path) -> float:
@@ -89,9 +89,11 @@ def put_own(path: Path, text: str) -> None:
     (path / "model").mkdir(parents=True, exist_ok=True)
     (path / "tokenizer.json").write_text(text)
     (path / "model" / "config.json").write_text(text)
+    (path / "model").chmod(0o750)
 
 
 def own(path: Path) -> list[str]:
+    assert (path / "model").stat().st_mode & 0o777 == 0o750
     return [(path / name).read_text() for name in ("tokenizer.json", "model/config.json")]
 
 

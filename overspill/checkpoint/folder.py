@@ -3,18 +3,20 @@
 Note [swap]. A new checkpoint is written beside its path and renamed in, see Note [staging]. Where it replaces an older
 one, that one is marked and renamed to `PATH.old`, the new one is renamed in, and the old one is removed. Killed
 between the renames, only the old one is there, under `PATH.old`: `open_folder` reads it there and the next save takes
-it back, with what the user has put at the path meanwhile. Killed after them, both are there, and the next save removes
-the old one. The mark tells it from a folder of that name that the user made, which is never touched. Other files of the
-user's in the old one are linked into the new one before the renames, and once more after them, so that they are there
-whenever the process is killed.
+it back, with what the user has put at the path meanwhile, as if that had been put into the old one; what would take the
+place of the old one's own files, or of a folder, is refused, and all stays where it is. Killed after them, both are
+there, and the next save removes the old one. The mark tells it from a folder of that name that the user made, which is
+never touched. Other files of the user's in the old one are linked into the new one before the renames, and once more
+after them, so that they are there whenever the process is killed.
 """
 
 import contextlib
 import json
 import logging
 import os
+import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +28,8 @@ from torch import Tensor
 from overspill.checkpoint.packing import pack, unpack
 from overspill.checkpoint.staging import (
     LOCK,
+    clashes,
+    copied_bytes,
     discard,
     disk_errors,
     fsync_folder,
@@ -119,10 +123,8 @@ class Saved:
         return self.entries[name]
 
 
-def save_folder(
-    path: str | os.PathLike[str], files: Mapping[str, Sequence[Stored]], body: Any, *, overwrite: bool = False
-) -> None:
-    """Write a checkpoint, safe on disk on return; until then what was at `path` stays, see Note [swap].
+def save_folder(path: str | os.PathLike[str], files: Mapping[str, Sequence[Stored]], body: Any) -> None:
+    """Write a checkpoint, safe on disk on return; until then one that was at `path` stays, see Note [swap].
 
     `files` are tensors by the name of their file; `body` is whatever `pack` takes, and its tensors get their own file.
     """
@@ -134,12 +136,13 @@ def save_folder(
     with disk_errors(f"save a checkpoint at {str(path)!r}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         _finish_swap(path)
-        _check_target(path, overwrite)
-        check_room(path.parent, sum(tensor.nbytes for group in every.values() for tensor in group), path)
+        replaces = _check_target(path, every)
         with staged(path.parent, path.name) as folder:
+            copied = copied_bytes(path, folder, _own(path)) if replaces else 0
+            check_room(folder, copied + sum(tensor.nbytes for group in every.values() for tensor in group), path)
             listed = {file: _write_file(folder / file, group) for file, group in every.items()}
             _write_manifest(folder, {"format": _FORMAT, "version": _VERSION, "files": listed, "body": packed})
-            _swap_in(folder, path, overwrite)
+            _swap_in(folder, path)
 
 
 def open_folder(path: str | os.PathLike[str]) -> Saved:
@@ -159,23 +162,26 @@ def open_folder(path: str | os.PathLike[str]) -> Saved:
 # ---- writing
 
 
-def _check_target(path: Path, overwrite: bool) -> None:
+def _check_target(path: Path, files: Collection[str]) -> bool:
+    """Whether a checkpoint of these files replaces one that is there."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return
+        return False
     if not _is_checkpoint(path):
         raise StateError(
             f"expected a new folder or a checkpoint at {str(path)!r}, found other files; they are left alone, "
             f"give another path"
         )
-    if not overwrite:
+    if taken := sorted({file.name for file in path.iterdir()} & {*files} - _own(path)):
         raise StateError(
-            f"expected a new folder at {str(path)!r}, found a checkpoint; give another path, or overwrite=True"
+            f"expected nothing of your own at {str(path)!r} that is named as a file of this save, found {taken[0]!r}, "
+            "which is not of the checkpoint there; move it away"
         )
     if _old(path).exists():
         raise StateError(
             f"expected {str(_old(path))!r} to be free while {path.name!r} is replaced, found something that was not "
             f"put there by a save; move it away"
         )
+    return True
 
 
 def _write_file(path: Path, tensors: Sequence[Stored]) -> dict[str, Any]:
@@ -193,12 +199,13 @@ def _write_manifest(folder: Path, content: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _swap_in(folder: Path, path: Path, overwrite: bool) -> None:
+def _swap_in(folder: Path, path: Path) -> None:
     old = _old(path)
-    replaces = overwrite and _is_checkpoint(path)
+    replaces = _is_checkpoint(path)
     own = _own(path) if replaces else set()
     if replaces:
         link_others(path, folder, own)
+        shutil.copymode(path, folder)
     fsync_folder(folder)
     if replaces:
         (path / _MARK).touch()
@@ -230,12 +237,25 @@ def _finish_swap(path: Path) -> None:
         link_others(old, path, _own(old))
         discard(old, path.name)
         return
-    if path.is_dir():
+    if path.exists():
         # Made since by the user: it is none of a save that was killed.
-        link_others(path, old, _own(old), newer=True)
+        own = _own(old)
+        _refuse_clashes(path, old, own)
+        link_others(path, old, own, newer=True)
         discard(path, path.name)
     os.rename(old, path)
     (path / _MARK).unlink()
+
+
+def _refuse_clashes(path: Path, old: Path, own: Collection[str]) -> None:
+    found = [*clashes(path, old, own)] if path.is_dir() else [path]
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise StateError(
+            f"expected nothing in the way of the checkpoint {str(old)!r}, which goes back to {str(path)!r} because a "
+            f"save that would have replaced it was killed, found {str(found[0])!r}{more}; nothing was touched, move "
+            "that to another place"
+        )
 
 
 def _old(path: Path) -> Path:
@@ -290,10 +310,10 @@ def _check_file(path: Path, listed: dict[str, Any]) -> dict[str, Entry]:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether it is one of ours, whole or not."""
+    """Whether it is one of ours, whole or not. OSError where that cannot be told."""
     try:
-        content = read_json(folder / MANIFEST)
-    except TierError:
+        content = json.loads((folder / MANIFEST).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return False
     return isinstance(content, dict) and content.get("format") == _FORMAT
 
@@ -303,9 +323,13 @@ def _others(path: Path) -> str:
     if not path.parent.is_dir():
         return "Its parent folder does not exist"
     interrupted = "A save to it was interrupted. " if leftovers(path.parent, path.name) else ""
-    beside = [folder for folder in path.parent.glob("[!.]*") if folder != path and _is_checkpoint(folder)]
-    for folder in sorted(beside, key=lambda folder: (folder / MANIFEST).stat().st_mtime, reverse=True):
-        with contextlib.suppress(TierError):
+    beside = []
+    for folder in path.parent.glob("[!.]*"):
+        with contextlib.suppress(OSError):
+            if folder != path and _is_checkpoint(folder):
+                beside.append(((folder / MANIFEST).stat().st_mtime, folder))
+    for _, folder in sorted(beside, reverse=True):
+        with contextlib.suppress(TierError, OSError):
             return f"{interrupted}The checkpoint {str(_open(folder).path)!r} beside it is intact"
     return f"{interrupted}No other checkpoint is beside it"
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from overspill.errors import TierError
 
 LOCK = ".lock"
+_PROBE = ".probe"
 
 log = logging.getLogger("overspill")
 
@@ -56,17 +57,53 @@ def link_others(folder: Path, into: Path, own: Collection[str] = (), newer: bool
         to = into / found.name
         if found.name in own:
             continue
-        if found.is_dir() and not found.is_symlink():
-            if not os.path.lexists(to):
-                to.mkdir()
-            if to.is_dir() and not to.is_symlink():
+        if _is_folder(found):
+            is_new = not os.path.lexists(to)
+            if is_new:
+                # Nobody's but ours until it is as closed as the other one.
+                to.mkdir(0o700)
+            if _is_folder(to):
                 link_others(found, to, newer=newer)
+            if is_new or newer:
+                shutil.copystat(found, to)
             continue
-        if newer and os.path.lexists(to) and (to.is_symlink() or not to.is_dir()):
+        if newer and os.path.lexists(to):
             to.unlink()
         if not os.path.lexists(to):
             _link(found, to)
     fsync_folder(into)
+
+
+def clashes(folder: Path, into: Path, own: Collection[str] = ()) -> Iterator[Path]:
+    """What in `folder` would take the place of one of the `own` files of another one, or that of a folder there, or is
+    a folder where that has none but a file."""
+    for found in sorted(folder.iterdir()):
+        to = into / found.name
+        if found.name in own or (os.path.lexists(to) and _is_folder(found) != _is_folder(to)):
+            yield found
+        elif _is_folder(found) and _is_folder(to):
+            yield from clashes(found, to)
+
+
+def copied_bytes(folder: Path, into: Path, own: Collection[str] = ()) -> int:
+    """How much `link_others` will copy into an empty folder, because it cannot be linked."""
+    copied, probe = 0, into / _PROBE
+    for found in folder.iterdir():
+        if found.name in own:
+            continue
+        if _is_folder(found):
+            copied += copied_bytes(found, into)
+            continue
+        try:
+            os.link(found, probe, follow_symlinks=False)
+            os.unlink(probe)
+        except OSError:
+            copied += found.lstat().st_size
+    return copied
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _link(file: str | Path, to: str | Path) -> None:

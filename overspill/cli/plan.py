@@ -144,7 +144,7 @@ def _machine(gpu: str | None, host: str | None, rates: dict[str, str | None]) ->
             raise OptionError(
                 f"expected {option(name)} of another machine in bytes, as 80GiB, found {text!r}; say how many"
             )
-    return {tier: parse_size(option(name), text, there=0) for tier, (name, text) in sizes.items()}
+    return {tier: parse_size(option(name), text, there=None) for tier, (name, text) in sizes.items()}
 
 
 def _disks(paths: list[Path] | None, room: str | None) -> Any:

@@ -38,7 +38,6 @@ class Delayed:
         self._kept: Jobs = {}
         self._begun: set[int] = set()
         """Units whose updates began in the backward passes since the last step."""
-        self.steps = 0
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._arrivals.no_sync()
@@ -83,10 +82,9 @@ class Delayed:
         self._forget()
         return skipped
 
-    def exchange(self, jobs: Jobs) -> Jobs:
+    def exchange(self, jobs: Jobs, count: int) -> Jobs:
         """Keep what a step takes; what is due now instead."""
-        self.steps += 1
-        if self.steps <= self._after:
+        if count <= self._after:
             return jobs
         due, self._kept = self.flush(), jobs
         for todo in jobs.values():

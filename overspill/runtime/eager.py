@@ -50,7 +50,6 @@ class Eager:
         spoil: Callable[[BaseException], None],
     ) -> None:
         self.takes = True
-        self.steps = 0
         self._spoil = spoil
         self._units = units
         self._groups = groups
@@ -133,7 +132,7 @@ class Eager:
         self.check()
         return False
 
-    def exchange(self, jobs: Jobs) -> Jobs:
+    def exchange(self, jobs: Jobs, count: int) -> Jobs:
         """Not before here: a step that is refused has not come, and what has begun still belongs to it."""
         for begun in self._taken.values():
             for _, generation in begun.gradients:

@@ -171,7 +171,9 @@ class Engine:
                 "expected gradients at step(), found none on any parameter; call loss.backward() before "
                 "optimizer.step(), and zero_grad() after it"
             )
-        jobs = self.early.exchange(self.steps.judged(jobs))
+        jobs = self.steps.judged(jobs)
+        self.steps.count += 1
+        jobs = self.early.exchange(jobs, self.steps.count)
         self._put(jobs)
         self.residency.forget()
         self._show((*jobs, *begun))

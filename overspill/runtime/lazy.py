@@ -12,8 +12,6 @@ class Early(Protocol):
 
     takes: bool
     """Whether updates that have begun took the gradients of the step to come."""
-    steps: int
-    """That were taken, where this decides when updates begin; a checkpoint keeps it."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside are not the last before a step."""
@@ -30,8 +28,8 @@ class Early(Protocol):
     def zeroed(self) -> bool:
         """Gradients are dropped, perhaps without a step. Whether what is kept of earlier steps is due with that."""
 
-    def exchange(self, jobs: Jobs) -> Jobs:
-        """What a step takes, which is not refused any more; what is due now instead."""
+    def exchange(self, jobs: Jobs, count: int) -> Jobs:
+        """What a step takes, which is not refused any more; what is due now instead. `count`: of steps, with this."""
 
     def flush(self) -> Jobs:
         """What is kept of earlier steps is due now."""
@@ -41,7 +39,6 @@ class Lazy:
     """All updates are due with their step."""
 
     takes = False
-    steps = 0
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -54,7 +51,7 @@ class Lazy:
     def zeroed(self) -> bool:
         return False
 
-    def exchange(self, jobs: Jobs) -> Jobs:
+    def exchange(self, jobs: Jobs, count: int) -> Jobs:
         return jobs
 
     def flush(self) -> Jobs:

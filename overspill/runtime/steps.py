@@ -36,6 +36,8 @@ class Steps:
         executor = parts.executor
         ours = executor.program.update_lane == Lane.UPDATE and parts.made.ranks is None
         self._hears_later = ours and executor.lanes.device.type in HEARS_LATER
+        self.count = 0
+        """Of steps, however their updates are done, and of those before the checkpoint that was loaded."""
 
     def jobs(self, groups: Iterable[dict[str, Any]], but: frozenset[int] = frozenset()) -> Jobs:
         """What a step asks of each unit, without some."""

@@ -4,9 +4,10 @@ import ctypes
 import logging
 import os
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -58,6 +59,7 @@ def keep_no_freed_memory(device: torch.device) -> None:
 class _Held:
     nbytes: int
     others: int
+    lifted: bool = False
 
 
 class HeldBudget:
@@ -74,7 +76,7 @@ class HeldBudget:
         if not held:
             _caps[device] = _cap(device)
         # What other prepared models have is within their budgets.
-        self.others = max(0, there - sum(b.nbytes + b.others for b in held.values()))
+        self.others = max(0, there - sum(b.nbytes + b.others for b in _held(device)))
         self._finalizer = weakref.finalize(self, _give_budget_back, device, id(self), os.getpid())
         held[id(self)] = _Held(nbytes, self.others)
         _use_growing_segments()
@@ -84,8 +86,10 @@ class HeldBudget:
         _limit(device)
 
     def lift(self) -> None:
-        """No budget is held until one of them is closed, or another begins."""
-        torch.cuda.set_per_process_memory_fraction(_caps[self._device], self._device)
+        """No budget is held until this one is closed or forgotten."""
+        held = _budgets[self._device]
+        held[id(self)] = replace(held[id(self)], lifted=True)
+        _limit(self._device)
 
     def close(self) -> None:
         self._finalizer()
@@ -97,10 +101,12 @@ def no_budgets(device: torch.device) -> Iterator[None]:
     if not _budgets.get(device):
         yield
         return
-    torch.cuda.set_per_process_memory_fraction(_caps[device], device)
+    _suspended[device] += 1
     try:
+        _limit(device)
         yield
     finally:
+        _suspended[device] -= 1
         _limit(device)
 
 
@@ -117,6 +123,8 @@ def _use_growing_segments() -> None:
 _budgets: dict[torch.device, dict[int, _Held]] = {}
 _caps: dict[torch.device, float] = {}
 """What the user allowed himself before there was a budget, as a share of the device."""
+_suspended: Counter[torch.device] = Counter()
+"""How many models move in beside budgets, which are not held until then."""
 
 
 def _cap(device: torch.device) -> float:
@@ -131,8 +139,13 @@ def _give_budget_back(device: torch.device, which: int, pid: int) -> None:
         _limit(device)
 
 
+def _held(device: torch.device) -> list[_Held]:
+    """As of now: one may end at any time, when Python's garbage collector runs."""
+    return list(_budgets[device].values())
+
+
 def _limit(device: torch.device) -> None:
-    held, total = _budgets[device].values(), torch.cuda.get_device_properties(device).total_memory
+    held, total = _held(device), torch.cuda.get_device_properties(device).total_memory
     kept = sum(b.nbytes - (GROWTH if b.nbytes >= LARGE else 0) + b.others for b in held)
-    share = kept / total if held else 1.0
-    torch.cuda.set_per_process_memory_fraction(min(_caps[device], share), device)
+    free = not held or _suspended[device] > 0 or any(b.lifted for b in held)
+    torch.cuda.set_per_process_memory_fraction(min(_caps[device], 1.0 if free else kept / total), device)

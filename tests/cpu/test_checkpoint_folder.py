@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +120,12 @@ def test_anything_else_is_refused_with_its_place(value: Any, message: str) -> No
 TENSORS = {"w": torch.arange(1000.0).reshape(10, 100), "empty": torch.ones(0), "h": torch.ones(7, dtype=torch.bfloat16)}
 
 
-def save(path: Path, value: float = 1.0, **options: Any) -> None:
+def save(path: Path, value: float = 1.0) -> None:
     files = {
         "weights.safetensors": [stored(name, tensor * value) for name, tensor in TENSORS.items()],
         "states.safetensors": [stored("m", torch.full((33,), value))],
     }
-    save_folder(path, files, {"value": value, "rng": torch.tensor([value])}, **options)
+    save_folder(path, files, {"value": value, "rng": torch.tensor([value])})
 
 
 def value_of(path: Path) -> float:
@@ -156,15 +157,12 @@ def test_a_checkpoint_comes_back_and_is_plain_safetensors_and_json(tmp_path: Pat
             saved.tensor("nothing")
 
 
-def test_an_existing_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:
+def test_an_existing_checkpoint_is_replaced(tmp_path: Path) -> None:
     save(tmp_path / "a")
-    with pytest.raises(StateError, match="found a checkpoint; give another path, or overwrite=True"):
-        save(tmp_path / "a", 2.0)
-    assert value_of(tmp_path / "a") == 1.0
-    save(tmp_path / "a", 2.0, overwrite=True)
+    save(tmp_path / "a", 2.0)
     assert value_of(tmp_path / "a") == 2.0 and names(tmp_path) == ["a"]
     (tmp_path / "latest").symlink_to("a")
-    save(tmp_path / "latest", 3.0, overwrite=True)
+    save(tmp_path / "latest", 3.0)
     assert value_of(tmp_path / "a") == 3.0 and names(tmp_path) == ["a", "latest"]
 
 
@@ -173,11 +171,7 @@ def test_what_the_user_puts_into_a_checkpoint_stays(
     linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not linked:
-
-        def refuse(*given: Any, **more: Any) -> None:
-            raise OSError("no links on this file system")
-
-        monkeypatch.setattr(os, "link", refuse)
+        refuse_links(monkeypatch)
     path = tmp_path / "latest"
     save(path, 1.0)
     own = {found.name for found in path.iterdir()}
@@ -185,12 +179,155 @@ def test_what_the_user_puts_into_a_checkpoint_stays(
     (path / "model").mkdir()
     (path / "model" / "config.json").write_text("[]")
     (path / "newest").symlink_to("model")
-    save(path, 2.0, overwrite=True)
-    save(path, 3.0, overwrite=True)
+    save(path, 2.0)
+    save(path, 3.0)
     assert {found.name for found in path.iterdir()} == own | {"tokenizer.json", "model", "newest"}
     assert (path / "tokenizer.json").read_text() == "{}" and (path / "newest" / "config.json").read_text() == "[]"
     assert (path / "newest").is_symlink() and [found.name for found in tmp_path.iterdir()] == ["latest"]
     assert value_of(path) == 3.0
+
+
+def refuse_links(patched: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any, **more: Any) -> None:
+        raise OSError("no links on this file system")
+
+    patched.setattr(os, "link", refuse)
+
+
+def test_folders_of_the_user_stay_as_closed_and_as_old_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "latest"
+    save(path, 1.0)
+    path.chmod(0o700)
+    (path / "mine" / "inner").mkdir(parents=True)
+    (path / "mine" / "inner" / "secret").touch()
+    for folder in (path / "mine" / "inner", path / "mine"):
+        folder.chmod(0o700)
+        os.utime(folder, (1e9, 1e9))
+    for value in (2.0, 3.0):
+        save(path, value)
+        for folder in (path / "mine", path / "mine" / "inner"):
+            assert (folder.stat().st_mode & 0o777, folder.stat().st_mtime) == (0o700, 1e9)
+        assert path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_room_is_asked_for_what_is_copied(linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "latest"
+    save(path, 1.0)
+    before = sum(file.stat().st_size for file in path.iterdir())
+    (path / "model").mkdir()
+    (path / "model" / "large").write_bytes(bytes(1 << 20))
+
+    class Nearly:
+        f_bavail, f_frsize = before + 4096, 1
+
+    monkeypatch.setattr(os, "statvfs", lambda _path: Nearly)
+    if linked:
+        save(path, 2.0)
+    else:
+        refuse_links(monkeypatch)
+        with pytest.raises(TierError, match=r"expected room for 105\d{4} bytes .*latest', found \d{4,5} bytes free"):
+            save(path, 2.0)
+    assert value_of(path) == (2.0 if linked else 1.0)
+    assert (path / "model" / "large").stat().st_size == 1 << 20 and names(tmp_path) == ["latest"]
+
+
+def killed_between_renames(path: Path) -> Path:
+    """A checkpoint as a killed save leaves it, which has a file and a folder of the user's."""
+    old = path.with_name(f"{path.name}.old")
+    save(old)
+    (old / "notes").mkdir()
+    (old / "notes" / "first").write_text("1")
+    (old / "log").write_text("old")
+    (old / ".replaced").touch()
+    return old
+
+
+IN_THE_WAY: dict[str, Callable[[Path], Any]] = {
+    "a manifest": lambda path: (path / "manifest.json").write_text('{"app": "mine"}'),
+    "a folder for a manifest": lambda path: (path / "manifest.json").mkdir(),
+    "weights": lambda path: (path / "weights.safetensors").write_text("mine"),
+    "a file for a folder": lambda path: (path / "notes").write_text("mine"),
+    "a folder for a file": lambda path: (path / "log").mkdir(),
+    "a link for a folder": lambda path: (path / "notes").symlink_to("."),
+    "a file": lambda path: (path.joinpath("kept").unlink(), path.rmdir(), path.write_text("mine")),
+}
+
+
+@pytest.mark.parametrize("what", IN_THE_WAY)
+def test_what_is_in_the_way_of_an_interrupted_checkpoint_is_refused(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    old = killed_between_renames(path)
+    path.mkdir()
+    (path / "kept").write_text("mine")
+    IN_THE_WAY[what](path)
+    before = [[*files(path)], [*files(old)]]
+    with pytest.raises(StateError, match=r"nothing in the way of .*a\.old', .*found '.*/a.*; .* move that to another"):
+        save(path, 2.0)
+    assert [[*files(path)], [*files(old)]] == before
+    assert value_of(path) == 1.0, "of the old one"
+    path.rename(tmp_path / "moved")
+    save(path, 2.0)
+    assert value_of(path) == 2.0 and names(tmp_path) == ["a", "moved"]
+    assert (path / "notes" / "first").read_text() == "1" and (path / "log").read_text() == "old"
+
+
+def files(path: Path) -> Iterator[tuple[Path, bytes | None]]:
+    for found in sorted((path, *path.rglob("*"))):
+        yield found, found.read_bytes() if found.is_file() else None
+
+
+def test_what_is_not_in_the_way_goes_back_with_an_interrupted_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    killed_between_renames(path)
+    (path / "notes" / "more").mkdir(parents=True)
+    (path / "notes" / "second").write_text("2")
+    (path / "notes").chmod(0o700)
+    (path / "log").write_text("new")
+    save(path, 2.0)
+    assert value_of(path) == 2.0 and names(tmp_path) == ["a"]
+    assert names(path / "notes") == ["first", "more", "second"] and (path / "log").read_text() == "new"
+    assert (path / "notes").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_manifest_that_cannot_be_read_is_not_one_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a disk fails for a moment: the new checkpoint is whole, and the old one not yet removed."""
+    path = tmp_path / "a"
+    old = killed_between_renames(path)
+    save(tmp_path / "b", 2.0)
+    (tmp_path / "b").rename(path)
+    read = Path.read_bytes
+
+    def failing(file: Path) -> bytes:
+        if file == path / MANIFEST:
+            raise OSError(5, "Input/output error")
+        return read(file)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", failing)
+        with pytest.raises(TierError, match=r"expected to save a checkpoint at .*a'.*Input/output error"):
+            save(path, 3.0)
+        with pytest.raises(TierError, match=r"expected to load the checkpoint .*a'.*Input/output error"):
+            open_folder(path)
+        with pytest.raises(TierError, match=r"a\.old' beside it is intact"):
+            open_folder(tmp_path / "nothing")
+    assert value_of(path) == 2.0 and value_of(old) == 1.0
+    save(path, 3.0)
+    assert value_of(path) == 3.0 and names(tmp_path) == ["a"]
+
+
+def test_what_has_the_name_of_a_file_to_come_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    save_folder(path, {"weights.safetensors": [stored("w", torch.ones(3))]}, None)
+    (path / "states.safetensors").write_text("mine")
+    with pytest.raises(StateError, match=r"found 'states\.safetensors', which is not of the checkpoint there"):
+        save(path, 2.0)
+    assert (path / "states.safetensors").read_text() == "mine"
+    (path / "states.safetensors").unlink()
+    save(path, 2.0)
+    assert value_of(path) == 2.0
 
 
 def test_what_the_user_put_there_is_never_touched(tmp_path: Path) -> None:
@@ -199,11 +336,11 @@ def test_what_the_user_put_there_is_never_touched(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name in ("mine", "file"):
         with pytest.raises(StateError, match="found other files"):
-            save(tmp_path / name, overwrite=True)
+            save(tmp_path / name)
     save(tmp_path / "a")
     save(tmp_path / "a.old", 5.0)  # a checkpoint like any other, though it bears the name that a swap uses
     with pytest.raises(StateError, match=r"expected .*a\.old' to be free"):
-        save(tmp_path / "a", 2.0, overwrite=True)
+        save(tmp_path / "a", 2.0)
     assert value_of(tmp_path / "a") == 1.0 and value_of(tmp_path / "a.old") == 5.0
     (tmp_path / "empty").mkdir()
     save(tmp_path / "empty", 4.0)
@@ -218,10 +355,10 @@ def test_a_save_that_fails_leaves_everything_as_it_was(tmp_path: Path, monkeypat
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        save_folder(tmp_path / "a", {"x.safetensors": [Stored("x", torch.float32, (9,), broken)]}, None, overwrite=True)
+        save_folder(tmp_path / "a", {"x.safetensors": [Stored("x", torch.float32, (9,), broken)]}, None)
     with pytest.raises(ModelError, match="found 'x' twice"):
         group = [stored("x", torch.ones(1))]
-        save_folder(tmp_path / "a", {"x.safetensors": group, "y.safetensors": group}, None, overwrite=True)
+        save_folder(tmp_path / "a", {"x.safetensors": group, "y.safetensors": group}, None)
     with monkeypatch.context() as patched:
         rename = os.rename
 
@@ -232,14 +369,14 @@ def test_a_save_that_fails_leaves_everything_as_it_was(tmp_path: Path, monkeypat
 
         patched.setattr(os, "rename", failing)
         with pytest.raises(TierError, match=r"expected to save a checkpoint at .* Input/output error"):
-            save(tmp_path / "a", 2.0, overwrite=True)
+            save(tmp_path / "a", 2.0)
 
     class Full:
         f_bavail, f_frsize = 1, 512
 
     monkeypatch.setattr(os, "statvfs", lambda _path: Full)
     with pytest.raises(TierError, match=r"expected room for \d+ bytes .*found 512 bytes free"):
-        save(tmp_path / "a", 2.0, overwrite=True)
+        save(tmp_path / "a", 2.0)
     assert value_of(tmp_path / "a") == 1.0 and names(tmp_path) == ["a"]
 
 
@@ -310,11 +447,11 @@ def test_a_torn_checkpoint_is_refused_and_names_an_intact_one(tmp_path: Path) ->
     refused(path, r"expected \d+ bytes in .*states\.safetensors', found 100")
     (path / "states.safetensors").unlink()
     refused(path, r"expected the file .*states\.safetensors', found it missing")
-    save(path, overwrite=True)
+    save(path)
     file = path / "weights.safetensors"
     file.write_bytes(file.read_bytes().replace(b"[10,100]", b"[100,10]"))
     refused(path, "found another 'w'")
-    save(path, overwrite=True)
+    save(path)
     manifest = path / MANIFEST
     text = manifest.read_text()
     manifest.write_text(text.replace('"value": 1.0', '"value": 1.5'))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import overspill
+from overspill.checkpoint.folder import open_folder
 from overspill.errors import OptionError, StateError
 from overspill.program import Kind
 from overspill.runtime import parts, rooms
@@ -77,7 +78,8 @@ def expected(after: int = AFTER, looks: tuple[int, ...] = (), passes: int = 1) -
 def prepared(place: str, nvme: Path, after: int = AFTER, **keywords: Any) -> tuple[nn.Module, Any]:
     model = small.build()
     keywords = {"precision": "fp32", "gpu": "64MiB", "host": "64MiB", "delay_after": after, **keywords}
-    return overspill.prepare(model, adamw(model), update="delayed", place=HOMES[place], nvme=nvme, **keywords)
+    keywords.setdefault("update", "delayed")
+    return overspill.prepare(model, adamw(model), place=HOMES[place], nvme=nvme, **keywords)
 
 
 def trained(model: nn.Module, optimizer: Any, look: Look | None = None, passes: int = 1) -> tuple[list[float], Any]:
@@ -186,6 +188,40 @@ def test_a_resumed_run_goes_on_as_the_one_that_saved(after: int, tmp_path: Path)
         optimizer.param_groups[0]["lr"] *= 0.9
         optimizer.zero_grad()
     assert not differing(weights(overspill.close(model)), final)
+
+
+@pytest.mark.parametrize("before", ["lazy", "eager"])
+def test_steps_that_a_run_of_other_updates_took_are_not_taken_once_more(before: str, tmp_path: Path) -> None:
+    def loop(model: nn.Module, optimizer: Any, steps: int) -> None:
+        for _ in range(steps):
+            sum(passes_of(model, 1))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def next_run(update: str, last: nn.Module | None = None) -> tuple[nn.Module, Any]:
+        model, optimizer = prepared("states", tmp_path, update=update)
+        if last is not None:
+            overspill.load(tmp_path / "saved", model, optimizer)
+            both._streams[model] = both._streams[last]
+        return model, optimizer
+
+    plain = Plain(AFTER)
+    for number in range(STEPS):
+        sum(passes_of(plain.model, 1))
+        plain.step()
+        plain.optimizer.zero_grad()
+        if number == 5:
+            # As a checkpoint does.
+            plain.flush()
+    plain.flush()
+    model = None
+    for update, steps in ((before, AFTER), ("delayed", 3), (before, 0), ("delayed", STEPS - AFTER - 3)):
+        model, optimizer = next_run(update, model)
+        loop(model, optimizer, steps)
+        overspill.save(tmp_path / "saved", model, optimizer)
+    with open_folder(tmp_path / "saved") as saved:
+        assert saved.body()["steps"] == STEPS
+    assert model is not None and not differing(weights(overspill.close(model)), weights(plain.model))
 
 
 @pytest.mark.parametrize("kind", [Kind.STATE_FETCH, Kind.UPDATE, Kind.STATE_STORE, Kind.DUE, Kind.UPDATED])

@@ -574,6 +574,14 @@ def test_a_fraction_as_text() -> None:
             overspill.prepare(model, adamw(model), gpu=text, precision="fp32")
 
 
+@pytest.mark.parametrize("size", ["0.5", "1.5", 0.5, 1.5, "half", "", -1, True])
+def test_a_disk_takes_no_fractions_and_none_are_advised(size: Any) -> None:
+    model = small.build()
+    with pytest.raises(OptionError, match=r"expected nvme\['/tmp'\]= .*found ") as caught:
+        overspill.plan(model, adamw(model), nvme={"/tmp": size})
+    assert "fraction" not in str(caught.value)
+
+
 def test_budgets_beyond_another_machine() -> None:
     model = small.build()
     for keywords in ({"gpu": "2GiB"}, {"host": 2**31 + 1}):

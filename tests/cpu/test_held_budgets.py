@@ -52,3 +52,24 @@ def test_a_model_that_moves_in_is_held_by_no_budget_of_another(told: list[int]) 
     with no_budgets(GPU):
         pass
     assert told == []
+
+
+def test_a_budget_that_ends_while_a_model_moves_puts_no_other_back(told: list[int]) -> None:
+    """A forgotten model's ends whenever the garbage collector runs."""
+    first, *forgotten, last = (HeldBudget(GPU, 1000, 0) for _ in range(4))
+    told.clear()
+    with no_budgets(GPU):
+        with no_budgets(GPU):
+            forgotten.pop().close()
+        HeldBudget(GPU, 500, 0).close()
+        assert {*told} == {TOTAL * 3 // 4}
+    assert told[-1] == 3000
+    last.lift()
+    told.clear()
+    forgotten.clear()
+    assert told == [TOTAL * 3 // 4], "nor while a model is given back"
+    last.close()
+    assert told[-1] == 1000
+    with no_budgets(GPU):
+        first.close()
+    assert told[-1] == TOTAL * 3 // 4
