@@ -32,7 +32,7 @@ def staged(parent: Path, name: str) -> Iterator[Path]:
     folder = _staging_path(parent, name)
     with contextlib.ExitStack() as undo:
         os.mkdir(folder)
-        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        undo.callback(_remove, folder, ignore_errors=True)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
         undo.callback(os.close, lock)
         try:
@@ -103,7 +103,8 @@ def copied_bytes(folder: Path, into: Path, own: Collection[str] = ()) -> int:
 
 
 def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
+    # Not by `is_dir` first, which looks where a link leads to.
+    return not path.is_symlink() and path.is_dir()
 
 
 def _link(file: str | Path, to: str | Path) -> None:
@@ -121,7 +122,17 @@ def discard(folder: Path, name: str) -> None:
     """Remove `folder` such that an interrupted removal leaves nothing under its name, but a leftover of `name`."""
     leftover = _staging_path(folder.parent, name)
     os.rename(folder, leftover)
-    shutil.rmtree(leftover)
+    _remove(leftover)
+
+
+def _remove(folder: Path, ignore_errors: bool = False) -> None:
+    """Also where a folder of the user's may not be written to: what it holds is linked where it goes on."""
+    for at, inner, _ in os.walk(folder):
+        for path in (os.path.join(at, name) for name in inner):
+            # Not what a link leads to.
+            if not os.path.islink(path):
+                os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=ignore_errors)
 
 
 def sweep(parent: Path, name: str) -> None:
@@ -133,7 +144,7 @@ def sweep(parent: Path, name: str) -> None:
                     lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
                     opened.callback(os.close, lock)
                     _lock(lock)
-                shutil.rmtree(folder)
+                _remove(folder)
         except BlockingIOError:
             continue  # its process is alive
         except OSError as error:

@@ -2,10 +2,12 @@
 
 import collections
 import json
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -208,6 +210,35 @@ def test_folders_of_the_user_stay_as_closed_and_as_old_as_they_were(tmp_path: Pa
         for folder in (path / "mine", path / "mine" / "inner"):
             assert (folder.stat().st_mode & 0o777, folder.stat().st_mtime) == (0o700, 1e9)
         assert path.stat().st_mode & 0o777 == 0o700
+
+
+def replaced_by_nobody(elsewhere: str) -> None:
+    """As a user who may not write where only root may."""
+    if os.getuid() == 0:
+        os.setuid(65534)
+    with tempfile.TemporaryDirectory() as parent:
+        path, closed = Path(parent) / "latest", Path(parent) / "latest" / "closed" / "inner"
+        save(path, 1.0)
+        closed.mkdir(parents=True)
+        (closed / "kept").touch()
+        (path / "linked").symlink_to(elsewhere)
+        for folder in (closed, closed.parent):
+            folder.chmod(0o500)
+        for value in (2.0, 3.0):
+            save(path, value)
+            assert (closed / "kept").exists() and closed.stat().st_mode & 0o777 == 0o500
+            assert value_of(path) == value and names(Path(parent)) == ["latest"]
+        for folder in (closed.parent, closed):
+            folder.chmod(0o700)
+
+
+def test_folders_that_nobody_may_write_to_are_replaced(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    apart = multiprocessing.get_context("fork").Process(target=replaced_by_nobody, args=(str(tmp_path),))
+    apart.start()
+    apart.join()
+    assert apart.exitcode == 0 and tmp_path.stat().st_mode & 0o777 == 0o555
+    tmp_path.chmod(0o755)
 
 
 @pytest.mark.parametrize("linked", [True, False])
