@@ -64,9 +64,13 @@ class Options:
         for name, allowed in CHOICES.items():
             _check_choice(name, getattr(self, name), allowed)
         if not isinstance(self.micro_batches, int) or isinstance(self.micro_batches, bool) or self.micro_batches < 1:
-            raise OptionError(f"expected micro_batches= to be a whole number from 1, found {self.micro_batches!r}")
+            raise OptionError(
+                f"expected micro_batches= to be a whole number from 1, found {self.micro_batches!r}; give one"
+            )
         if not isinstance(self.delay_after, int) or isinstance(self.delay_after, bool) or self.delay_after < 0:
-            raise OptionError(f"expected delay_after= to be a whole number from 0, found {self.delay_after!r}")
+            raise OptionError(
+                f"expected delay_after= to be a whole number from 0, found {self.delay_after!r}; give one"
+            )
         for name in ("gpu", "host"):
             parse_size(name, getattr(self, name), there=2**60)
         parse_nvme(self.nvme)
@@ -82,7 +86,7 @@ class Options:
                 "torch.distributed.device_mesh.init_device_mesh"
             )
         if self.weights is not None and not isinstance(self.weights, str | PathLike):
-            raise OptionError(f"expected weights= as a folder of safetensors, found {self.weights!r}")
+            raise OptionError(f"expected weights= as a folder of safetensors, found {self.weights!r}; give its path")
 
 
 def options(given: Mapping[str, Any]) -> Options:
@@ -101,8 +105,10 @@ def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if any(value is a or (type(value) is type(a) and value == a) for a in allowed):
         return
     if value in LATER.get(name, ()):
-        raise OptionError(f"expected {name}= to be one of {allowed}, found {value!r}, which is not there yet")
-    raise OptionError(f"expected {name}= to be one of {allowed}, found {value!r}")
+        raise OptionError(
+            f"expected {name}= to be one of {allowed}, found {value!r}, which is not there yet; leave it out"
+        )
+    raise OptionError(f"expected {name}= to be one of {allowed}, found {value!r}; give one of them")
 
 
 PLACES = tuple(tier for tier in get_args(TierName) if tier != "null")
@@ -115,12 +121,13 @@ def _check_place(place: Any) -> None:
     if not isinstance(place, Mapping):
         raise OptionError(
             f"expected place= as a Plan or as homes like {{'weight': 'host', 'grad': 'host', 'state': 'nvme'}}, found "
-            f"{place!r}"
+            f"{place!r}; give one of them"
         )
     for role, tier in place.items():
         if role not in ("weight", "grad", "state") or tier not in PLACES:
             raise OptionError(
-                f"expected place= to map 'weight', 'grad' and 'state' to one of {PLACES}, found {role!r}: {tier!r}"
+                f"expected place= to map 'weight', 'grad' and 'state' to one of {PLACES}, found {role!r}: {tier!r}; "
+                "give only those"
             )
 
 
@@ -174,7 +181,10 @@ def parse_nvme(value: NvmeOption) -> list[tuple[Path, int | None]]:
     if isinstance(value, str | PathLike):
         value = [value]
     if not isinstance(value, Mapping | Sequence) or not all(isinstance(path, str | PathLike) for path in value):
-        raise OptionError(f"expected nvme= as a path, a list of paths, or a mapping of paths to sizes, found {value!r}")
+        raise OptionError(
+            f"expected nvme= as a path, a list of paths, or a mapping of paths to sizes, found {value!r}; give one of "
+            "them"
+        )
     if not all(fspath(path) for path in value):
         raise OptionError("expected nvme= to name a folder, found an empty path; leave it out to write nothing to disk")
     sizes = value if isinstance(value, Mapping) else dict.fromkeys(value, "auto")
@@ -183,5 +193,7 @@ def parse_nvme(value: NvmeOption) -> list[tuple[Path, int | None]]:
 
 def _disk_size(path: str | PathLike[str], size: Size) -> int | None:
     if isinstance(size, float):
-        raise OptionError(f"expected nvme[{path!r}] as 'auto', bytes or text like '900GB', found {size!r}")
+        raise OptionError(
+            f"expected nvme[{path!r}] as 'auto', bytes or text like '900GB', found {size!r}; give one of them"
+        )
     return None if size == "auto" else parse_size(f"nvme[{path!r}]", size, there=0)

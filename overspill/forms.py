@@ -56,7 +56,9 @@ def _consumes(chosen: Options) -> bool:
 
 def _format(name: Any) -> str:
     if name not in FORMATS:
-        raise OptionError(f"expected 'states' of a parameter group to be one of {FORMATS}, found {name!r}")
+        raise OptionError(
+            f"expected 'states' of a parameter group to be one of {FORMATS}, found {name!r}; give one of them"
+        )
     return str(name)
 
 

@@ -157,7 +157,9 @@ def _agreed(
         _check_same([each["asked"] for each in heard], ground.comm.world_ranks)
         for rank, each in zip(ground.comm.world_ranks, heard, strict=True):
             if each["plan"] is None and found is not None:
-                raise BudgetError(f"expected a plan that fits on all ranks, found on rank {rank}: {each['refused']}")
+                raise BudgetError(
+                    f"expected a plan that fits on all ranks, found none on rank {rank}; it says: {each['refused']}"
+                )
         if found is not None and any(each["plan"] != heard[0]["plan"] for each in heard):
             place = [Placement(*homes) for homes in heard[0]["plan"]["homes"]]
             zero, page = heard[0]["plan"]["zero"], heard[0]["plan"]["page"]

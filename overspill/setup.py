@@ -95,7 +95,7 @@ def data_parallel_ranks(model: nn.Module, chosen: Options, device: torch.device)
     if parts and chosen.precision == "fp16":
         raise OptionError(
             f"expected precision='bf16' or 'fp32' beside tensor-parallel parameters, found 'fp16' and {parts[0][0]!r}: "
-            "its parts would not agree on which steps overflow"
+            "its parts would not agree on which steps overflow; say precision='bf16'"
         )
     if parts and chosen.mesh is None:
         mesh: Any = parts[0][1].device_mesh  # type: ignore[attr-defined]
@@ -118,18 +118,22 @@ def refuse_early_updates(chosen: Options, comm: Comm | None, world: int = 1) -> 
     if chosen.update != "lazy" and (comm is not None or world > 1):
         raise OptionError(
             f"expected update='lazy' over several ranks, found {chosen.update!r}, which works with one process only as "
-            "yet"
+            "yet; leave it out"
         )
 
 
 def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Options) -> None:
     """Refuse what cannot be trained unit by unit, before anything is touched."""
     if not isinstance(model, nn.Module):
-        raise ModelError(f"expected a torch.nn.Module, found {type(model).__name__}")
+        raise ModelError(f"expected a torch.nn.Module, found {type(model).__name__}; give the model itself")
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, SpilledOptimizer):
         raise ModelError(
             f"expected a torch.optim.Optimizer of your own, found {type(optimizer).__name__}"
-            + ("; close the model that it was prepared with" if isinstance(optimizer, SpilledOptimizer) else "")
+            + (
+                "; close the model that it was prepared with"
+                if isinstance(optimizer, SpilledOptimizer)
+                else "; make one"
+            )
         )
     if chosen.precision != "fp32" and not hasattr(torch.Tensor, "grad_dtype"):
         raise OptionError(

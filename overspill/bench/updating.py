@@ -92,7 +92,7 @@ def names_of(engine: str, kind: str) -> Sequence[str]:
 def check_cores(cores: int) -> None:
     there = cgroups.cores()
     if not 1 <= cores <= there:
-        raise OptionError(f"expected --cores from 1 to the {there} that are there, found {cores}")
+        raise OptionError(f"expected --cores from 1 to the {there} that are there, found {cores}; give such a number")
 
 
 def measure(case: Case, told: Told = lambda text: None, known: Callable[[Rows], None] = lambda rows: None) -> Rows:
@@ -244,7 +244,9 @@ def _deepspeed(kind: str, arrays: Arrays) -> Callable[[], object]:
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except ImportError as error:
-        raise OptionError(f"expected deepspeed to be installed, found none: {error}") from error
+        raise OptionError(
+            f"expected deepspeed to be installed, found none: {error}; install it, or leave it out"
+        ) from error
 
     return _converting(kind, arrays, lambda p: DeepSpeedCPUAdam([p], **_SAME, adamw_mode=True), STEP - 1)
 

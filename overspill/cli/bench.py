@@ -175,7 +175,7 @@ def max_size(
     work |= {"steps": measured, "recompute": recompute}
     asking.one_of("build", build, BUILDS)
     if not 1 < ratio <= 2:
-        raise OptionError(f"expected --ratio greater than 1 and up to 2, found {ratio}")
+        raise OptionError(f"expected --ratio greater than 1 and up to 2, found {ratio}; give one such as 1.02")
     asked = largest.Run(
         training=asking.training({}, work),
         engines=asking.listed(engine),

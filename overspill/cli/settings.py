@@ -68,7 +68,7 @@ class Settings:
 
     def _check(self, name: str, holds: bool, what: str) -> None:
         if not holds:
-            raise OptionError(f"expected {option(name)} {what}, found {getattr(self, name)!r}")
+            raise OptionError(f"expected {option(name)} {what}, found {getattr(self, name)!r}; give another one")
 
     @property
     def tokens(self) -> int:
@@ -278,7 +278,7 @@ def _one_length(said: Mapping[str, Any]) -> dict[str, Any]:
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         if name in said:
             if said[name] < 1:
-                raise OptionError(f"expected --{name} from 1, found {said[name]}")
+                raise OptionError(f"expected --{name} from 1, found {said[name]}; give 1 or more")
             return {**said, other: 0}
     return dict(said)
 

@@ -207,7 +207,7 @@ def _reset_parametrized(module: nn.Module) -> None:
     """Initialise a stand-in without parametrizations, then let these take their own tensors from its values."""
     plain_type = parametrize.type_before_parametrizations(module)
     lists = module.parametrizations
-    assert isinstance(lists, nn.ModuleDict)
+    assert isinstance(lists, nn.ModuleDict), f"parametrizations in a {type(lists).__name__}"
     plain: nn.Module = object.__new__(plain_type)
     values = {}
     for name in lists:
