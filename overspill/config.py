@@ -42,23 +42,38 @@ UNTOLD = frozenset({"activations"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Everything the user may say. See the table in docs/design.md."""
+    """Everything the user may say. README.md has a table of it that says more."""
 
     gpu: Size = "auto"
+    """The budget of device memory, of each process."""
     host: Size = "auto"
+    """The budget of host memory, of each machine."""
     nvme: NvmeOption = None
+    """Folders on disks for what fits neither; None writes nothing to disk."""
     precision: str = "bf16"
+    """What parameters and floating inputs are cast to."""
     states: str = "exact"
+    """The format of optimizer states; a parameter group may say another one."""
     update: str = "lazy"
+    """When updates run."""
     delay_after: int = 40
+    """Steps as usual before delayed updates begin."""
     zero: str | int = "auto"
+    """What ranks divide: the stage of ZeRO."""
     activations: str = "keep"
+    """What becomes of activations between forward and backward."""
     micro_batches: int = 1
+    """Backward passes per step that the plan has room for."""
     kernels: str = "auto"
+    """Whether our own kernels may update, or only the user's optimizer."""
     separable: bool | None = None
+    """Whether an optimizer class that nobody knows treats each parameter by itself."""
     place: Any = None
+    """Homes by role, or a Plan, instead of solving."""
     weights: Any = None
+    """A folder of safetensors that is streamed into the model."""
     mesh: Any = None
+    """A DeviceMesh, where not all ranks train the same parameters on other data."""
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():

@@ -382,6 +382,19 @@ def test_every_folder_says_what_it_is() -> None:
     report(f"folders whose __init__.py lacks a docstring of {MIN_FOLDER_DOCSTRING_LINES} lines:", offenders)
 
 
+def test_every_folder_names_its_modules() -> None:
+    offenders = []
+    for module in modules().values():
+        # What is in the package's own folder has its rows in LAYERS.
+        if module.path.name != "__init__.py" or module.name == NAME:
+            continue
+        docstring = ast.get_docstring(module.tree) or ""
+        for path in sorted(module.path.parent.glob("*.py")):
+            if path != module.path and not re.search(rf"\b{path.stem}\.py\b|`{path.stem}`", docstring):
+                offenders.append(f"{module.path.relative_to(ROOT)}: {path.name}")
+    report("modules that the docstring of their folder does not name, as name.py or `name`:", offenders)
+
+
 MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:work|root|home)(?![\w-])")
 TEXTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "pyproject.toml", "constraints.txt")
 BINARY = frozenset({".pyc", ".so", ".o", ".png", ".jpg", ".gif", ".safetensors"})

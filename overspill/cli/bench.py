@@ -1,4 +1,5 @@
-"""`overspill bench step`, `max-size` and `chart`: ours beside the peers, with everything needed to measure it again."""
+"""`overspill bench step`, `max-size`, `quality`, `update` and `chart`: ours beside the peers, so that all of it can be
+measured again."""
 
 from pathlib import Path
 from typing import Annotated

@@ -23,7 +23,7 @@ early.py      when updates begin: lazy.py with the step; eager.py, delayed.py, a
               what a step takes
 executor.py   folds the program over events; lanes.py: streams and threads that run ops; weights.py: ops on weights
 precision.py, watch.py, turns.py, measures.py: inputs of the root call; a model that was changed; threads; what a
-step took
+step took; untraced.py: functions that torch.compile leaves alone
 
 Holds no policy: what moves when is decided in program/. May import: units, tiers, kernels, comm, program, layer 0;
 never plan.

@@ -148,7 +148,7 @@ class Pages:
         if self.home(*page) is not None:
             self._here.pop(page, None)
 
-    # --- ops, and for who passes pages through the ring by himself (passage.py)
+    # --- ops, and for what passes pages through the ring by itself (passage.py)
 
     def fetch_into(self, slot: int, page: tuple[int, int]) -> Work | None:
         """A page gets a slot; what fetches its state into it, if it has one elsewhere."""

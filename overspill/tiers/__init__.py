@@ -2,7 +2,16 @@
 
 A tier hands out slots and moves raw bytes between a slot and a tensor; it knows
 nothing of parameters, units or plans. Order and events are the caller's business.
-May be imported here: `overspill.errors`, `specs`, `config`, `trace`, `native`, `cgroups`, this folder, torch.
+May be imported here: layer 0, this folder, torch.
+
+base.py       what every tier has in common
+device.py     memory that compute works in; resident.py: the device as a home of weights
+host.py       one arena of exact size; malloc.py: the C library's memory; numa.py: what is near a GPU
+nvme.py       slots in files; spillfile.py: these files; growing.py: files of a size that is not known ahead
+null.py       keeps nothing
+driver.py     copies and events by CUDA's driver; streams.py: streams by their addresses
+probe.py      how much is free where; rates.py: how fast the machine is; known.py: what was measured of it
+threads.py    threads with small stacks
 
 - slot: a fixed place in a tier, given out once and never given back, but to a growing tier.
 - arena: one anonymous memory map of exact size, page-locked once if asked.
