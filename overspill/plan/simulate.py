@@ -12,8 +12,9 @@ class Simulated:
     """What a step takes, beyond what lives on the device: peak bytes, and bytes moved per lane."""
 
     window: int
+    """Peak bytes of weights that live elsewhere."""
     gradients: int
-    """Gradients on their way home."""
+    """Peak bytes of gradients on their way home."""
     moved: dict[Lane, int]
 
 
