@@ -8,6 +8,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
+
 from overspill.errors import OptionError, UnknownOptionError
 from overspill.specs import TierName
 
@@ -17,12 +19,14 @@ NvmeOption = None | str | PathLike[str] | Sequence[str | PathLike[str]] | Mappin
 UNITS = {"": 1, "B": 1}
 UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""What weights are held in, by precision."""
 FORMATS = ("exact", "bf16", "compact")
 """Of optimizer states."""
 OWN_STATES = "as the optimizer makes it"
 """What a plan says of states that no kernel of ours knows."""
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "precision": ("bf16", "fp16", "fp32"),
+    "precision": tuple(DTYPES),
     "states": FORMATS,
     "update": ("lazy", "eager", "delayed"),
     "zero": ("auto", 0, 1, 2, 3),

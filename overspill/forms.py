@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from overspill.config import FORMATS, OWN_STATES, Options
+from overspill.config import DTYPES, FORMATS, OWN_STATES, Options
 from overspill.errors import OptionError
 from overspill.kernels.masters import KEPT
 from overspill.kernels.reference import Rule, rule_of
@@ -15,7 +15,6 @@ from overspill.specs import Sharding, StateFormat
 from overspill.units.layout import Forms
 from overspill.units.states import StateProbe
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WIDTHS = {"exact": "fp32", "bf16": "bf16", "compact": "8 bits"}
 """Of what an update keeps, by format."""
 

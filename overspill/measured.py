@@ -20,7 +20,7 @@ class Measured(NamedTuple):
     """Of the device."""
     machine: Mapping[str, int] | None
     """Another one, of which nothing was measured here."""
-    locals: int
+    local_ranks: int
     """Ranks that share host memory, cores and disks."""
     folders: tuple[str, ...] = ()
     """On disks, for what is to live there."""
@@ -39,7 +39,7 @@ class Measured(NamedTuple):
             return choose(None, sizes)
         # Measured with all cores and memory of the machine, of which every rank has a share; see runtime/cores.py.
         share = cores_used(how.threads) / cgroups.cores()
-        return choose(Speeds(known.both, known.dram / self.locals, cores * share), sizes)
+        return choose(Speeds(known.both, known.dram / self.local_ranks, cores * share), sizes)
 
     @property
     def unknown(self) -> str:
@@ -66,4 +66,6 @@ class Measured(NamedTuple):
             pace = (
                 Pace() if known is None else Pace(known.up, known.down, known.both, known.disk_read, known.disk_write)
             )
-        return pace._replace(read=pace.read and pace.read / self.locals, write=pace.write and pace.write / self.locals)
+        return pace._replace(
+            read=pace.read and pace.read / self.local_ranks, write=pace.write and pace.write / self.local_ranks
+        )

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from overspill.config import Options, parse_nvme, parse_size
+from overspill.config import DTYPES, Options, parse_nvme, parse_size
 from overspill.errors import BudgetError, OptionError, OverspillError, RankError, TierError
-from overspill.forms import DTYPES, dtypes_of, forms_of
+from overspill.forms import dtypes_of, forms_of
 from overspill.measured import Measured
 from overspill.plan.hands import Chosen
 from overspill.plan.memory import Request
@@ -84,7 +84,7 @@ class Ground:
         return self.has_gpu or self.machine is not None
 
     @property
-    def locals(self) -> int:
+    def local_ranks(self) -> int:
         """Ranks that share this machine's host memory and disks."""
         found = self.comm.locals if self.comm is not None else self.world
         # Beside tensor parallelism more ranks are here than train the same parameters.
@@ -268,7 +268,7 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
     ground, budget, page = where
     dtypes, place = dtypes_of(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
     folders = tuple(str(path.absolute()) for path, _ in parse_nvme(chosen.nvme))
-    known = Measured(ground.device.type, ground.machine, ground.locals, folders)
+    known = Measured(ground.device.type, ground.machine, ground.local_ranks, folders)
     return Request(
         laid_out.spec,
         budget,
@@ -282,7 +282,7 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
         pace=known.pace(),
         unknown=known.unknown,
         spread=chosen.update != "lazy",
-        locals=ground.locals,
+        locals=ground.local_ranks,
     )
 
 
@@ -347,8 +347,8 @@ def _budget(chosen: Options, ground: Ground) -> Budget:
     room = sum(size if size is not None else int(0.95 * _free(path)) for path, size in parse_nvme(chosen.nvme))
     if chosen.gpu == "auto" and not ground.memory_is_apart:
         # Then the device is memory that ranks share, too.
-        sizes["device"] //= ground.locals
-    found = (sizes["device"], sizes["host"] // ground.locals, room // ground.locals)
+        sizes["device"] //= ground.local_ranks
+    found = (sizes["device"], sizes["host"] // ground.local_ranks, room // ground.local_ranks)
     if ground.comm is not None:
         found = tuple(min(each) for each in zip(*ground.comm.exchange(list(found)), strict=True))
     return Budget(*found)

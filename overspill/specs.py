@@ -27,7 +27,7 @@ KiB, MiB, GiB = 2**10, 2**20, 2**30
 CUT = 4096
 """A parameter is cut at multiples of this many elements, so that its gradient can be read from disk in pieces."""
 BLOCK = 4096
-"""Bytes of a disk's block: what is read or written past the page cache begins and ends at multiples of it."""
+"""Bytes of a disk's block: offset, length and address of every transfer are multiples of it, as O_DIRECT asks."""
 STRIPE = 64 * MiB
 """Bytes of a unit's flat buffer that one collective works on, however large the unit is."""
 
@@ -351,7 +351,7 @@ def staged_bytes(model: ModelSpec) -> int:
             pairs = [(part.numel, unit.params[part.param].dtype.itemsize) for part in page.parts]
             sizes = (align(numel * item) + align(numel * wide) + FACTORS_STAGED for numel, item in pairs)
             most = max(most, sum(sizes))
-    return align(most, 4096)
+    return align(most, 4096)  # whole pages of the host's memory
 
 
 @dataclass(frozen=True, slots=True)

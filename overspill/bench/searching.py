@@ -24,9 +24,8 @@ from overspill.bench.models import Batches
 from overspill.bench.peers import ENGINES
 from overspill.cli import text_model
 from overspill.cli.loop import compute_device
-from overspill.cli.meters import DTYPES
 from overspill.cli.sizes import Sizes
-from overspill.config import options
+from overspill.config import DTYPES, options
 from overspill.errors import BudgetError, OptionError
 from overspill.specs import Activations, human
 

@@ -10,6 +10,7 @@ from overspill.plan.plan import Line
 from overspill.plan.simulate import Simulated, simulate
 from overspill.program import WAITING, Program
 from overspill.specs import (
+    BLOCK,
     KERNEL_PIECE,
     ROLES,
     TIERS,
@@ -36,7 +37,7 @@ KERNEL_WORKSPACE = 10
 """fp32 arrays of a piece's length that our own update holds: master, gradient, and what is in between."""
 CODEC_WORKSPACE = 30
 """More such arrays where states are kept in less than fp32: integers of 8 bytes, above all."""
-NVME_BLOCK = 4096
+NVME_BLOCK = BLOCK
 
 
 @dataclass(frozen=True, slots=True)

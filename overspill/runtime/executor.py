@@ -37,7 +37,8 @@ lane. For ops of the compute lane both happen at once, behind the op's waits."""
 LETS_GO = frozenset((Kind.RELEASE, Kind.GRAD_DROP, Kind.PAGE_DROP, Kind.UPDATED))
 """Ops of the compute lane that let device memory go, which they do not read themselves. (GRAD_ADD does.)"""
 
-LOADED = WEIGHTS, STATES = "weights", "states"
+WEIGHTS, STATES = "weights", "states"
+LOADED = (WEIGHTS, STATES)
 """What a load may leave mixed."""
 
 

@@ -24,8 +24,7 @@ from torch import Tensor
 from overspill.errors import StateError
 from overspill.specs import ParamSpec, Span
 from overspill.trace import own_time
-
-NARROW = (torch.bfloat16, torch.float16)
+from overspill.units.layout import NARROW as NARROW
 
 
 def full_dtype(spec: ParamSpec) -> torch.dtype:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from overspill.program import Key, Kind
 from overspill.runtime.executor import Executor, Handler
-from overspill.runtime.lanes import Work
+from overspill.runtime.lanes import Work, nothing
 from overspill.runtime.ring import Ring
 from overspill.specs import ModelSpec, PageSpec, PartSpec, align
 from overspill.tiers import Slot, Tier
@@ -76,7 +76,7 @@ class Pages:
     def handlers(self) -> dict[Kind, Handler]:
         return {
             Kind.STATE_FETCH: lambda op: self.fetch_into(op.slot, op.page) or (lambda: self.ring.wait(op.page)),
-            Kind.STATE_STORE: lambda op: self.store_from(op.page) or _nothing,
+            Kind.STATE_STORE: lambda op: self.store_from(op.page) or nothing,
         }
 
     def home(self, unit: int, page: int) -> Home | None:
@@ -205,6 +205,3 @@ class Pages:
             self.elsewhere.written((unit, page), memory)
         if memory.is_cuda:
             torch.cuda.current_stream(memory.device).synchronize()
-
-
-def _nothing() -> None: ...

@@ -15,6 +15,7 @@ from overspill.errors import BudgetError
 from overspill.kernels.reference import Rule
 from overspill.program import Program
 from overspill.runtime.adopt import Source, adopt
+from overspill.runtime.backward import in_backward
 from overspill.runtime.collect import Collector
 from overspill.runtime.executor import Executor
 from overspill.runtime.generation import NARROW
@@ -254,7 +255,7 @@ class _Wider:
             return
         # For all gradients of the tier at once: they will all be summed.
         total = sum(align(self._bytes(p), BLOCK) for p in self._params(tier))
-        sums = torch._C._current_graph_task_id() != -1
+        sums = in_backward()
         wanted = Counter[TierName]({tier: total})
         wanted["device"] += limits.depth * self._ring.growth()
         self._extended[tier] = self._extend(wanted, sums)[tier]

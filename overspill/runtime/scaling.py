@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.errors import StateError
+from overspill.runtime.backward import in_backward
 from overspill.runtime.hooks import tensors_in
 from overspill.tiers import Event, recorded
 
@@ -131,7 +132,7 @@ class LossScale:
         self._calls = 0
 
     def check_inside(self) -> None:
-        if not self._calls and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if not self._calls and torch.is_grad_enabled() and not in_backward():
             raise StateError(
                 "expected weights to be used inside a call of the whole model under precision='fp16', found a use "
                 "outside of it while a graph is recorded: its gradient would not be scaled; call the prepared model "

@@ -27,7 +27,7 @@ from overspill.tiers.malloc import freed_at_once
 from overspill.tiers.null import NullTier
 from overspill.tiers.numa import cores_near, node_of, stay_on
 from overspill.tiers.nvme import NvmeTier, check_folder
-from overspill.tiers.probe import device_available, disk_free, host_available, resident_bytes
+from overspill.tiers.probe import device_available, disk_free, host_available
 from overspill.tiers.resident import DeviceTier
 from overspill.tiers.threads import workers
 
@@ -54,7 +54,6 @@ __all__ = [
     "no_budgets",
     "node_of",
     "recorded",
-    "resident_bytes",
     "share_one_heap",
     "stay_on",
     "workers",
