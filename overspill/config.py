@@ -22,7 +22,7 @@ UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)} | {f"{p}B": 1000**
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """What weights are held in, by precision."""
 FORMATS = ("exact", "bf16", "compact")
-"""Of optimizer states."""
+"""Formats of optimizer states."""
 OWN_STATES = "as the optimizer makes it"
 """What a plan says of states that no kernel of ours knows."""
 CHOICES: dict[str, tuple[Any, ...]] = {

@@ -16,7 +16,7 @@ from overspill.units.layout import Forms
 from overspill.units.states import StateProbe
 
 WIDTHS = {"exact": "fp32", "bf16": "bf16", "compact": "8 bits"}
-"""Of what an update keeps, by format."""
+"""How wide what an update keeps is, by format."""
 
 
 def update_rule(optimizer: torch.optim.Optimizer, chosen: Options) -> Rule | None:

@@ -17,13 +17,13 @@ from overspill.times import ONE_WAY, Pace
 
 class Measured(NamedTuple):
     kind: str
-    """Of the device."""
+    """The kind of the device: cuda or cpu."""
     machine: Mapping[str, int] | None
-    """Another one, of which nothing was measured here."""
+    """Another machine, of which nothing was measured here."""
     local_ranks: int
     """Ranks that share host memory, cores and disks."""
     folders: tuple[str, ...] = ()
-    """On disks, for what is to live there."""
+    """Folders on disks, for what is to live there."""
 
     def hands(self, model: ModelSpec) -> Chosen:
         """Who is to update states in host memory. The native library has no fp16, and fp32 is the optimizer's own."""

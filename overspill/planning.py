@@ -48,7 +48,7 @@ APART, ONE_MEMORY = {"gpu": 0.92, "host": 0.8}, {"gpu": 0.4, "host": 0.4}
 """What "auto" takes of the device and of the host; without a GPU both are the same memory."""
 _ELEMENTWISE = "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD"
 ELEMENTWISE = {getattr(torch.optim, name) for name in _ELEMENTWISE.split()}
-"""Those that treat every element by itself: ranks may own any elements. The others need whole parameters."""
+"""Optimizers that treat every element by itself: ranks may own any elements. The others need whole parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def make_plan(
 
 
 def _hardest(refused: BudgetError, plan_by: Callable[[Ground], object], ground: Ground) -> BudgetError:
-    """Of the refusals of ranks that are not there to be asked, that of the one that needs most."""
+    """Among the refusals of ranks that are not there to be asked, that of the one that needs most."""
     for rank in range(1, ground.world if ground.comm is None else 0):
         try:
             plan_by(dataclasses.replace(ground, rank=rank))
@@ -126,7 +126,7 @@ def _hardest(refused: BudgetError, plan_by: Callable[[Ground], object], ground: 
 
 
 def _stages(chosen: Options, ground: Ground) -> tuple[int, ...]:
-    """Those to try, in this order."""
+    """The ZeRO stages to try, in this order."""
     if chosen.zero != "auto":
         return (int(chosen.zero),)
     if isinstance(chosen.place, Plan):
@@ -251,7 +251,7 @@ def _plan_at(
 def _with_large_pages(
     found: tuple[Layout, Plan], what: tuple[nn.Module, Options, Forms], ground: Ground
 ) -> tuple[Layout, Plan]:
-    """With the same homes, where nothing passes and large pages have room."""
+    """The plan with the same homes, where nothing passes and large pages have room."""
     (_, made), (model, chosen, forms) = found, what
     large = resident_page_size(made)
     if large <= made.page_bytes:
@@ -305,7 +305,7 @@ def rearranged(
 
 
 def _again(made: Plan, request: Request) -> Request:
-    """For another plan, by those who were there for the first one."""
+    """What is asked for another plan, by those who were there for the first one."""
     return dataclasses.replace(request, chosen=Chosen(made.limits.hands, made.why, kept=True))
 
 
@@ -331,7 +331,7 @@ def _within(made: Plan, budget: Budget, chosen: Options) -> Plan:
 
 
 def _budget(chosen: Options, ground: Ground) -> Budget:
-    """Of this rank: its share of what the machine's ranks have together; the least of all ranks."""
+    """The budget of this rank: its share of what the machine's ranks have together; the least of all ranks."""
     device, machine = ground.device, ground.machine
     shares = APART if ground.memory_is_apart else ONE_MEMORY
     there = dict(machine) if machine else {"device": device_available(device), "host": host_available()}

@@ -49,9 +49,9 @@ log = logging.getLogger("overspill")
 
 HOMES: tuple[TierName, ...] = ("host", "nvme")
 LEFT = 64 * MiB
-"""Of the machine's memory, for whatever else the process takes while it is filled."""
+"""Bytes of the machine's memory that are left for whatever else the process takes while it is filled."""
 STAGING = 2**20
-"""Of the disk room that is taken beyond the plan."""
+"""Bytes of staging for the disk room that is taken beyond the plan."""
 SEPARABLE = ELEMENTWISE | {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
 """torch's optimizers that treat every parameter by itself."""
 

@@ -27,9 +27,9 @@ class Ours:
 
     label: str = "ours"
     keywords: Mapping[str, Any] = field(default_factory=dict)
-    """For `overspill.prepare`."""
+    """What `overspill.prepare` is told."""
     clip: float | None = None
-    """None: as all others."""
+    """The norm to clip to; None: as all others."""
     build: str | None = None
     budget_of: str | None = None
     """The peer whose peak is the GPU budget."""

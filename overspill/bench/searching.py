@@ -34,7 +34,7 @@ Try = Callable[[Sizes], str | None]
 """Returns why a size is refused; None: it is accepted."""
 _LEAP = 2.0
 _STEPS = 2
-"""Of an attempt: the first makes the optimizer's states, the second has everything in memory at once."""
+"""Steps of an attempt: the first makes the optimizer's states, the second has everything in memory at once."""
 HOLES = 1.1
 """Times the activations of a batch: what torch's allocator takes for them, with what it cannot use of that."""
 
@@ -46,7 +46,7 @@ class Found:
     place: int
     """On the grid; the next one is refused."""
     refusal: str
-    """Of the next one."""
+    """Why the next one is refused."""
     tries: list[dict[str, Any]]
 
 

@@ -65,7 +65,7 @@ class Data:
     documents: int
     tokens: int
     digest: str
-    """Of the training data."""
+    """The digest of the training data."""
 
 
 class Reader:

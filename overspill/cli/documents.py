@@ -38,7 +38,7 @@ class Format:
     """How a line of JSON becomes text."""
 
     field: str | None = None
-    """None: "text", or else the chat in "messages"."""
+    """The field with the text; None: "text", or else the chat in "messages"."""
     chat: Callable[[list[Any]], str] | None = None
     """The tokenizer's chat template; None where it has none."""
 
@@ -73,7 +73,7 @@ def files_of(path: Path, name: str = "data") -> list[Path]:
 
 
 def suffix(path: Path) -> str:
-    """Of what is inside, where it is gzipped."""
+    """The suffix of a file's name; of what is inside, where it is gzipped."""
     return (path.with_suffix("") if path.suffix.lower() == ZIPPED else path).suffix.lower()
 
 

@@ -40,7 +40,7 @@ class Zero:
 
     resident: int
     disk: int
-    """In the nvme folders, which may hold what this process spilled before."""
+    """Bytes in the nvme folders, which may hold what this process spilled before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ FEW_WORDS = 256
 EMBEDDING_SHARE = 1 / 3
 """How much of a model its vocabulary may take."""
 WIDTH_PER_LAYER = 128
-"""Of the models that people train: 4096 wide and 32 deep, 5120 and 40, 8192 and 64 or more."""
+"""Width per layer of the models that people train: 4096 wide and 32 deep, 5120 and 40, 8192 and 64 or more."""
 HEAD = 128
 USUAL_FFN = 8 / 3
 """Width of the feed-forward part, as a multiple of the hidden width."""

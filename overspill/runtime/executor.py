@@ -70,7 +70,7 @@ class Executor:
         self._handlers: dict[Kind, Handler] = {}
         self.tickets = Tickets()
         self._together: Ticket | None = None
-        """Of the last collective."""
+        """The ticket of the last collective."""
         self._failed: BaseException | None = None
         self.mixed: dict[str, Mixed] = {}
         """What loads that failed in the middle left. Until all values are loaded, nobody may go on with it."""

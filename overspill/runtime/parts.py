@@ -71,15 +71,15 @@ class Planned:
     """What the plan in force takes of the device; another one may follow it."""
 
     owned: int
-    """Without activations."""
+    """Planned bytes on the device, without activations."""
     peak: int
-    """With them."""
+    """Planned bytes on the device, with activations."""
     grads: int
-    """Of what is owned: gradients."""
+    """Bytes of gradients among what is owned."""
     others: int = 0
     """What else the process has there."""
     granted: int = 0
-    """Of what is owned: what the plan did not foresee."""
+    """Bytes among what is owned that the plan did not foresee."""
 
 
 @dataclass(frozen=True, slots=True)

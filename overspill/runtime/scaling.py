@@ -43,7 +43,7 @@ class Verdict:
     after: Event | None
     """What `told` is there after; None: it is there."""
     skipped: bool | None = None
-    """As the host knows it; None: not yet."""
+    """Whether the step was skipped, as the host knows it; None: not yet."""
     counted: list[Callable[[], None]] = field(default_factory=list)
     """What takes back that the step was counted."""
 
@@ -59,7 +59,7 @@ class LossScale:
         self.factor = self._scale.reciprocal()
         """What undoes the scale."""
         self._known = {"value": INITIAL, "good_steps": 0, "skipped": 0}
-        """As of the last verdict that the host has heard."""
+        """What was so as of the last verdict that the host has heard."""
         self._last: Verdict | None = None
         """One that it has not heard."""
         self._calls = 0

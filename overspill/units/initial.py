@@ -31,7 +31,7 @@ CURES = (
 _PATTERN = 0xA5
 _NO_MARKS = ("_is_hf_initialized", "_overspill")
 _COPIES = 3
-"""Of the values that are made, what initialisers and checks may take in all."""
+"""What initialisers and checks may take in all, as a multiple of the values that are made."""
 _HOST = torch.device("cpu")
 
 Step = tuple[nn.Module, nn.Module | None]
