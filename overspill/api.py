@@ -129,7 +129,7 @@ def plan(
     "disk": bytes per second}.
     """
     if not isinstance(world, int) or isinstance(world, bool) or world < 1:
-        raise OptionError(f"expected world= as the number of processes, from 1, found {world!r}")
+        raise OptionError(f"expected world= as the number of processes, from 1, found {world!r}; give a whole number")
     tiers = {"device", "host"}
     rates = {"link", "disk"}
     if machine is not None and (not isinstance(machine, Mapping) or not tiers <= machine.keys() <= tiers | rates):

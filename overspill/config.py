@@ -8,6 +8,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
+
 from overspill.errors import OptionError, UnknownOptionError
 from overspill.specs import TierName
 
@@ -17,12 +19,14 @@ NvmeOption = None | str | PathLike[str] | Sequence[str | PathLike[str]] | Mappin
 UNITS = {"": 1, "B": 1}
 UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""What weights are held in, by precision."""
 FORMATS = ("exact", "bf16", "compact")
-"""Of optimizer states."""
+"""Formats of optimizer states."""
 OWN_STATES = "as the optimizer makes it"
 """What a plan says of states that no kernel of ours knows."""
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "precision": ("bf16", "fp16", "fp32"),
+    "precision": tuple(DTYPES),
     "states": FORMATS,
     "update": ("lazy", "eager", "delayed"),
     "zero": ("auto", 0, 1, 2, 3),
@@ -42,31 +46,50 @@ UNTOLD = frozenset({"activations"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Everything the user may say. See the table in docs/design.md."""
+    """Everything the user may say. README.md has a table of it that says more."""
 
     gpu: Size = "auto"
+    """The budget of device memory, of each process."""
     host: Size = "auto"
+    """The budget of host memory, of each machine."""
     nvme: NvmeOption = None
+    """Folders on disks for what fits neither; None writes nothing to disk."""
     precision: str = "bf16"
+    """What parameters and floating inputs are cast to."""
     states: str = "exact"
+    """The format of optimizer states; a parameter group may say another one."""
     update: str = "lazy"
+    """When updates run."""
     delay_after: int = 40
+    """Steps as usual before delayed updates begin."""
     zero: str | int = "auto"
+    """What ranks divide: the stage of ZeRO."""
     activations: str = "keep"
+    """What becomes of activations between forward and backward."""
     micro_batches: int = 1
+    """Backward passes per step that the plan has room for."""
     kernels: str = "auto"
+    """Whether our own kernels may update, or only the user's optimizer."""
     separable: bool | None = None
+    """Whether an optimizer class that nobody knows treats each parameter by itself."""
     place: Any = None
+    """Homes by role, or a Plan, instead of solving."""
     weights: Any = None
+    """A folder of safetensors that is streamed into the model."""
     mesh: Any = None
+    """A DeviceMesh, where not all ranks train the same parameters on other data."""
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             _check_choice(name, getattr(self, name), allowed)
         if not isinstance(self.micro_batches, int) or isinstance(self.micro_batches, bool) or self.micro_batches < 1:
-            raise OptionError(f"expected micro_batches= to be a whole number from 1, found {self.micro_batches!r}")
+            raise OptionError(
+                f"expected micro_batches= to be a whole number from 1, found {self.micro_batches!r}; give one"
+            )
         if not isinstance(self.delay_after, int) or isinstance(self.delay_after, bool) or self.delay_after < 0:
-            raise OptionError(f"expected delay_after= to be a whole number from 0, found {self.delay_after!r}")
+            raise OptionError(
+                f"expected delay_after= to be a whole number from 0, found {self.delay_after!r}; give one"
+            )
         for name in ("gpu", "host"):
             parse_size(name, getattr(self, name), there=2**60)
         parse_nvme(self.nvme)
@@ -82,7 +105,7 @@ class Options:
                 "torch.distributed.device_mesh.init_device_mesh"
             )
         if self.weights is not None and not isinstance(self.weights, str | PathLike):
-            raise OptionError(f"expected weights= as a folder of safetensors, found {self.weights!r}")
+            raise OptionError(f"expected weights= as a folder of safetensors, found {self.weights!r}; give its path")
 
 
 def options(given: Mapping[str, Any]) -> Options:
@@ -101,8 +124,10 @@ def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if any(value is a or (type(value) is type(a) and value == a) for a in allowed):
         return
     if value in LATER.get(name, ()):
-        raise OptionError(f"expected {name}= to be one of {allowed}, found {value!r}, which is not there yet")
-    raise OptionError(f"expected {name}= to be one of {allowed}, found {value!r}")
+        raise OptionError(
+            f"expected {name}= to be one of {allowed}, found {value!r}, which is not there yet; leave it out"
+        )
+    raise OptionError(f"expected {name}= to be one of {allowed}, found {value!r}; give one of them")
 
 
 PLACES = tuple(tier for tier in get_args(TierName) if tier != "null")
@@ -115,12 +140,13 @@ def _check_place(place: Any) -> None:
     if not isinstance(place, Mapping):
         raise OptionError(
             f"expected place= as a Plan or as homes like {{'weight': 'host', 'grad': 'host', 'state': 'nvme'}}, found "
-            f"{place!r}"
+            f"{place!r}; give one of them"
         )
     for role, tier in place.items():
         if role not in ("weight", "grad", "state") or tier not in PLACES:
             raise OptionError(
-                f"expected place= to map 'weight', 'grad' and 'state' to one of {PLACES}, found {role!r}: {tier!r}"
+                f"expected place= to map 'weight', 'grad' and 'state' to one of {PLACES}, found {role!r}: {tier!r}; "
+                "give only those"
             )
 
 
@@ -133,22 +159,22 @@ def parse_size(name: str, value: Size, there: int | None) -> int:
         if 0 < value <= 1:
             return int(value * there)
         raise OptionError(
-            f"expected {name}= as a fraction between 0 and 1, bytes, or text like '24GiB', found {value!r}"
+            f"expected {name}= as a fraction between 0 and 1, bytes, or text like '24GiB', found {value!r}; give one"
         )
     if isinstance(value, int) and not isinstance(value, bool):
         if value > 0:
             return value
-        raise OptionError(f"expected {name}= to be more than 0 bytes, found {value!r}")
+        raise OptionError(f"expected {name}= to be more than 0 bytes, found {value!r}; give more")
     if isinstance(value, str) and re.fullmatch(r"\s*\d*\.\d*\s*", value):
         share = "a fraction that is no text, as 0.5, or as " if there is not None else ""
-        raise OptionError(f"expected {name}= as {share}text with a unit, as '24GiB', found {value!r}")
+        raise OptionError(f"expected {name}= as {share}text with a unit, as '24GiB', found {value!r}; say which")
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
     unit = next((n for u, n in UNITS.items() if match and u.lower() == match[2].lower()), None)
     if match is None or unit is None or float(match[1]) * unit < 1:
         ways = "'auto', text like '24GiB' or '500MB', bytes, or a fraction"
         if there is None:
             ways = "text like '24GiB' or '500MB', or bytes"
-        raise OptionError(f"expected {name}= as {ways}, found {value!r}")
+        raise OptionError(f"expected {name}= as {ways}, found {value!r}; give one of them")
     return int(float(match[1]) * unit)
 
 
@@ -174,7 +200,10 @@ def parse_nvme(value: NvmeOption) -> list[tuple[Path, int | None]]:
     if isinstance(value, str | PathLike):
         value = [value]
     if not isinstance(value, Mapping | Sequence) or not all(isinstance(path, str | PathLike) for path in value):
-        raise OptionError(f"expected nvme= as a path, a list of paths, or a mapping of paths to sizes, found {value!r}")
+        raise OptionError(
+            f"expected nvme= as a path, a list of paths, or a mapping of paths to sizes, found {value!r}; give one of "
+            "them"
+        )
     if not all(fspath(path) for path in value):
         raise OptionError("expected nvme= to name a folder, found an empty path; leave it out to write nothing to disk")
     sizes = value if isinstance(value, Mapping) else dict.fromkeys(value, "auto")

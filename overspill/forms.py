@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from overspill.config import FORMATS, OWN_STATES, Options
+from overspill.config import DTYPES, FORMATS, OWN_STATES, Options
 from overspill.errors import OptionError
 from overspill.kernels.masters import KEPT
 from overspill.kernels.reference import Rule, rule_of
@@ -15,9 +15,8 @@ from overspill.specs import Sharding, StateFormat
 from overspill.units.layout import Forms
 from overspill.units.states import StateProbe
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WIDTHS = {"exact": "fp32", "bf16": "bf16", "compact": "8 bits"}
-"""Of what an update keeps, by format."""
+"""How wide what an update keeps is, by format."""
 
 
 def update_rule(optimizer: torch.optim.Optimizer, chosen: Options) -> Rule | None:
@@ -56,7 +55,9 @@ def _consumes(chosen: Options) -> bool:
 
 def _format(name: Any) -> str:
     if name not in FORMATS:
-        raise OptionError(f"expected 'states' of a parameter group to be one of {FORMATS}, found {name!r}")
+        raise OptionError(
+            f"expected 'states' of a parameter group to be one of {FORMATS}, found {name!r}; give one of them"
+        )
     return str(name)
 
 

@@ -17,13 +17,13 @@ from overspill.times import ONE_WAY, Pace
 
 class Measured(NamedTuple):
     kind: str
-    """Of the device."""
+    """The kind of the device: cuda or cpu."""
     machine: Mapping[str, int] | None
-    """Another one, of which nothing was measured here."""
-    locals: int
+    """Another machine, of which nothing was measured here."""
+    local_ranks: int
     """Ranks that share host memory, cores and disks."""
     folders: tuple[str, ...] = ()
-    """On disks, for what is to live there."""
+    """Folders on disks, for what is to live there."""
 
     def hands(self, model: ModelSpec) -> Chosen:
         """Who is to update states in host memory. The native library has no fp16, and fp32 is the optimizer's own."""
@@ -39,7 +39,7 @@ class Measured(NamedTuple):
             return choose(None, sizes)
         # Measured with all cores and memory of the machine, of which every rank has a share; see runtime/cores.py.
         share = cores_used(how.threads) / cgroups.cores()
-        return choose(Speeds(known.both, known.dram / self.locals, cores * share), sizes)
+        return choose(Speeds(known.both, known.dram / self.local_ranks, cores * share), sizes)
 
     @property
     def unknown(self) -> str:
@@ -66,4 +66,6 @@ class Measured(NamedTuple):
             pace = (
                 Pace() if known is None else Pace(known.up, known.down, known.both, known.disk_read, known.disk_write)
             )
-        return pace._replace(read=pace.read and pace.read / self.locals, write=pace.write and pace.write / self.locals)
+        return pace._replace(
+            read=pace.read and pace.read / self.local_ranks, write=pace.write and pace.write / self.local_ranks
+        )

@@ -14,12 +14,12 @@ log = logging.getLogger("overspill")
 
 LIBRARY = Path(__file__).with_name("kernels") / "liboverspill_native.so"
 VERSION = 4
-"""Of what csrc/ declares for us."""
+"""The version of the interface between csrc/ and this package."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """See Note [The library]."""
+    """The native library, loaded once; None where there is none. See Note [The library]."""
     try:
         found = ctypes.CDLL(str(LIBRARY))
         version = found.overspill_version()

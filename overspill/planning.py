@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from overspill.config import Options, parse_nvme, parse_size
+from overspill.config import DTYPES, Options, parse_nvme, parse_size
 from overspill.errors import BudgetError, OptionError, OverspillError, RankError, TierError
-from overspill.forms import DTYPES, dtypes_of, forms_of
+from overspill.forms import dtypes_of, forms_of
 from overspill.measured import Measured
 from overspill.plan.hands import Chosen
 from overspill.plan.memory import Request
@@ -48,7 +48,7 @@ APART, ONE_MEMORY = {"gpu": 0.92, "host": 0.8}, {"gpu": 0.4, "host": 0.4}
 """What "auto" takes of the device and of the host; without a GPU both are the same memory."""
 _ELEMENTWISE = "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD"
 ELEMENTWISE = {getattr(torch.optim, name) for name in _ELEMENTWISE.split()}
-"""Those that treat every element by itself: ranks may own any elements. The others need whole parameters."""
+"""Optimizers that treat every element by itself: ranks may own any elements. The others need whole parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Ground:
         return self.device.type == "cuda" or self.machine is not None
 
     @property
-    def locals(self) -> int:
+    def local_ranks(self) -> int:
         """Ranks that share this machine's host memory and disks."""
         found = self.comm.locals if self.comm is not None else self.world
         # Beside tensor parallelism more ranks are here than train the same parameters.
@@ -111,7 +111,7 @@ def make_plan(
 
 
 def _hardest(refused: BudgetError, plan_by: Callable[[Ground], object], ground: Ground) -> BudgetError:
-    """Of the refusals of ranks that are not there to be asked, that of the one that needs most."""
+    """Among the refusals of ranks that are not there to be asked, that of the one that needs most."""
     for rank in range(1, ground.world if ground.comm is None else 0):
         try:
             plan_by(dataclasses.replace(ground, rank=rank))
@@ -121,7 +121,7 @@ def _hardest(refused: BudgetError, plan_by: Callable[[Ground], object], ground: 
 
 
 def _stages(chosen: Options, ground: Ground) -> tuple[int, ...]:
-    """Those to try, in this order."""
+    """The ZeRO stages to try, in this order."""
     if chosen.zero != "auto":
         return (int(chosen.zero),)
     if isinstance(chosen.place, Plan):
@@ -152,7 +152,9 @@ def _agreed(
         _check_same([each["asked"] for each in heard], ground.comm.world_ranks)
         for rank, each in zip(ground.comm.world_ranks, heard, strict=True):
             if each["plan"] is None and found is not None:
-                raise BudgetError(f"expected a plan that fits on all ranks, found on rank {rank}: {each['refused']}")
+                raise BudgetError(
+                    f"expected a plan that fits on all ranks, found none on rank {rank}; it says: {each['refused']}"
+                )
         if found is not None and any(each["plan"] != heard[0]["plan"] for each in heard):
             place = [Placement(*homes) for homes in heard[0]["plan"]["homes"]]
             zero, page = heard[0]["plan"]["zero"], heard[0]["plan"]["page"]
@@ -244,7 +246,7 @@ def _plan_at(
 def _with_large_pages(
     found: tuple[Layout, Plan], what: tuple[nn.Module, Options, Forms], ground: Ground
 ) -> tuple[Layout, Plan]:
-    """With the same homes, where nothing passes and large pages have room."""
+    """The plan with the same homes, where nothing passes and large pages have room."""
     (_, made), (model, chosen, forms) = found, what
     large = resident_page_size(made)
     if large <= made.page_bytes:
@@ -261,7 +263,7 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
     ground, budget, page = where
     dtypes, place = dtypes_of(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
     folders = tuple(str(path.absolute()) for path, _ in parse_nvme(chosen.nvme))
-    known = Measured(ground.device.type, ground.machine, ground.locals, folders)
+    known = Measured(ground.device.type, ground.machine, ground.local_ranks, folders)
     return Request(
         laid_out.spec,
         budget,
@@ -275,7 +277,7 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
         pace=known.pace(),
         unknown=known.unknown,
         spread=chosen.update != "lazy",
-        locals=ground.locals,
+        locals=ground.local_ranks,
     )
 
 
@@ -298,7 +300,7 @@ def rearranged(
 
 
 def _again(made: Plan, request: Request) -> Request:
-    """For another plan, by those who were there for the first one."""
+    """What is asked for another plan, by those who were there for the first one."""
     return dataclasses.replace(request, chosen=Chosen(made.limits.hands, made.why, kept=True))
 
 
@@ -324,7 +326,7 @@ def _within(made: Plan, budget: Budget, chosen: Options) -> Plan:
 
 
 def _budget(chosen: Options, ground: Ground) -> Budget:
-    """Of this rank: its share of what the machine's ranks have together; the least of all ranks."""
+    """The budget of this rank: its share of what the machine's ranks have together; the least of all ranks."""
     device, machine = ground.device, ground.machine
     shares = APART if ground.has_gpu else ONE_MEMORY
     there = dict(machine) if machine else {"device": device_available(device), "host": host_available()}
@@ -340,8 +342,8 @@ def _budget(chosen: Options, ground: Ground) -> Budget:
     room = sum(size if size is not None else int(0.95 * _free(path)) for path, size in parse_nvme(chosen.nvme))
     if chosen.gpu == "auto" and not ground.has_gpu:
         # Then the device is memory that ranks share, too.
-        sizes["device"] //= ground.locals
-    found = (sizes["device"], sizes["host"] // ground.locals, room // ground.locals)
+        sizes["device"] //= ground.local_ranks
+    found = (sizes["device"], sizes["host"] // ground.local_ranks, room // ground.local_ranks)
     if ground.comm is not None:
         found = tuple(min(each) for each in zip(*ground.comm.exchange(list(found)), strict=True))
     return Budget(*found)

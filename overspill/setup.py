@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from overspill.config import Options, parse_nvme
+from overspill.config import DTYPES, Options, parse_nvme
 from overspill.errors import BudgetError, ModelError, OptionError, StateError
-from overspill.forms import DTYPES, update_rule
+from overspill.forms import update_rule
 from overspill.kernels.masters import KEPT
 from overspill.plan.plan import Plan
 from overspill.planning import ELEMENTWISE, Ground
@@ -49,9 +49,9 @@ log = logging.getLogger("overspill")
 
 HOMES: tuple[TierName, ...] = ("host", "nvme")
 LEFT = 64 * MiB
-"""Of the machine's memory, for whatever else the process takes while it is filled."""
+"""Bytes of the machine's memory that are left for whatever else the process takes while it is filled."""
 STAGING = 2**20
-"""Of the disk room that is taken beyond the plan."""
+"""Bytes of staging for the disk room that is taken beyond the plan."""
 SEPARABLE = ELEMENTWISE | {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
 """torch's optimizers that treat every parameter by itself."""
 
@@ -95,7 +95,7 @@ def data_parallel_ranks(model: nn.Module, chosen: Options, device: torch.device)
     if parts and chosen.precision == "fp16":
         raise OptionError(
             f"expected precision='bf16' or 'fp32' beside tensor-parallel parameters, found 'fp16' and {parts[0][0]!r}: "
-            "its parts would not agree on which steps overflow"
+            "its parts would not agree on which steps overflow; say precision='bf16'"
         )
     if parts and chosen.mesh is None:
         mesh: Any = parts[0][1].device_mesh  # type: ignore[attr-defined]
@@ -118,18 +118,22 @@ def refuse_early_updates(chosen: Options, comm: Comm | None, world: int = 1) -> 
     if chosen.update != "lazy" and (comm is not None or world > 1):
         raise OptionError(
             f"expected update='lazy' over several ranks, found {chosen.update!r}, which works with one process only as "
-            "yet"
+            "yet; leave it out"
         )
 
 
 def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Options) -> None:
     """Refuse what cannot be trained unit by unit, before anything is touched."""
     if not isinstance(model, nn.Module):
-        raise ModelError(f"expected a torch.nn.Module, found {type(model).__name__}")
+        raise ModelError(f"expected a torch.nn.Module, found {type(model).__name__}; give the model itself")
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, SpilledOptimizer):
         raise ModelError(
             f"expected a torch.optim.Optimizer of your own, found {type(optimizer).__name__}"
-            + ("; close the model that it was prepared with" if isinstance(optimizer, SpilledOptimizer) else "")
+            + (
+                "; close the model that it was prepared with"
+                if isinstance(optimizer, SpilledOptimizer)
+                else "; make one"
+            )
         )
     if chosen.precision != "fp32" and not hasattr(torch.Tensor, "grad_dtype"):
         raise OptionError(
@@ -194,12 +198,12 @@ def refuse_more_than_there_is(model: nn.Module, made: Plan, ground: Ground) -> N
     owned = made.peak("device") - made.bytes_of("device", "activations")
     # What the model takes now is given up part by part, as it moves in.
     here = sum(local_of(t).nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == "cpu")
-    more = ground.locals * max(0, owned + made.peak("host") - here)
+    more = ground.local_ranks * max(0, owned + made.peak("host") - here)
     mine = [more + LEFT if more else 0, host_available()]
     heard = ground.comm.exchange(mine) if ground.comm is not None else [mine]
     needed, there = max(heard, key=lambda each: each[0] - each[1])
     if needed > there:
-        ranks = f" for each of {ground.locals} ranks" if ground.locals > 1 else ""
+        ranks = f" for each of {ground.local_ranks} ranks" if ground.local_ranks > 1 else ""
         raise BudgetError(
             f"expected a plan that fits the memory of this machine, found one that takes {human(needed)} more of it "
             f"({human(owned)} on the device, which is plain memory without a GPU, {human(made.peak('host'))} on the "
@@ -214,13 +218,13 @@ def build_engine(
     """Allocate, adopt the weights, hook up. The model is not touched before all storage is there."""
     (laid_out, made), (chosen, ground) = what, how
     device, comm = ground.device, ground.comm
-    paths, pin = parse_nvme(chosen.nvme), device.type == "cuda"
+    paths, on_gpu = parse_nvme(chosen.nvme), device.type == "cuda"
     for path, _ in paths:
         check_folder(path)  # though the plan may need no disk
     refuse_more_than_there_is(model, made, ground)
     share_one_heap(device)
     own = sum(local_of(t).nbytes for t in (*model.parameters(), *model.buffers()) if t.device == device)
-    there = torch.cuda.memory_allocated(device) - own if pin else 0
+    there = torch.cuda.memory_allocated(device) - own if on_gpu else 0
     owned = made.peak("device") - made.bytes_of("device", "activations")
     planned = Planned(owned, made.peak("device"), made.bytes_of("device", "grad"))
     with ExitStack() as undo:
@@ -239,12 +243,12 @@ def build_engine(
         buffer.data = buffer.data.to(device)
     keep_no_freed_memory(device)
     arena = tiers.get("host")
-    if isinstance(arena, HostTier) and pin:
+    if isinstance(arena, HostTier) and on_gpu:
         arena.pin()
     scale = LossScale(device) if chosen.precision == "fp16" else None
     if scale is not None:
         built.grads.factor, built.masters.factor = scale.factor, lambda: scale.factor
-    held = HeldBudget(device, made.budget.device, there) if pin else None
+    held = HeldBudget(device, made.budget.device, there) if on_gpu else None
     planned.others = held.others if held is not None else 0
     parts = Parts(
         layout=laid_out,

@@ -27,7 +27,7 @@ KiB, MiB, GiB = 2**10, 2**20, 2**30
 CUT = 4096
 """A parameter is cut at multiples of this many elements, so that its gradient can be read from disk in pieces."""
 BLOCK = 4096
-"""Of a disk."""
+"""Bytes of a disk's block: offset, length and address of every transfer are multiples of it, as O_DIRECT asks."""
 STRIPE = 64 * MiB
 """Bytes of a unit's flat buffer that one collective works on, however large the unit is."""
 
@@ -73,7 +73,7 @@ class StateFormat:
     fields: tuple[str, ...] | None = None
     """The arrays of our own kernel; None: whatever tensors the user's optimizer makes, parameter by parameter."""
     name: str = "exact"
-    """How those are kept: see kernels/codecs.py."""
+    """How the arrays are kept: see kernels/codecs.py."""
 
     def named(self, name: str) -> "StateFormat":
         """The same in another format."""
@@ -93,11 +93,11 @@ class StateFormat:
 
     @property
     def master_bytes(self) -> int:
-        """Per element."""
+        """Bytes per element of what is kept beside a weight."""
         return self.master.itemsize if self.master is not None else 0
 
     def bytes_for(self, elements: int) -> int:
-        """In the arrays of a page; elements are whole blocks there."""
+        """Bytes of so many elements in the arrays of a page, where they are whole blocks."""
         return sum(elements * dtype.itemsize // shared for dtype, shared in self.arrays)
 
 
@@ -192,7 +192,7 @@ class ParamSpec:
     grad_item: int
     """Bytes that there is room for per element of its gradient; 0 where it has none."""
     grad_bytes: int
-    """Room for its gradient, or for this rank's share of it."""
+    """Bytes that there is room for of its gradient, or of this rank's share of it."""
     owned: Span
     """The elements that this rank updates."""
     master: bool = False
@@ -219,11 +219,11 @@ class PartSpec:
     begin: int
     end: int
     element: int
-    """Where they begin in each of the page's arrays."""
+    """Where the elements begin in each of the page's arrays."""
     region: int = 0
     """Bytes from the start of the page to the tensors of the user's optimizer."""
     region_bytes: int = 0
-    """What the user's optimizer will keep for it, each tensor aligned; 0 where ours or none does."""
+    """Bytes that the user's optimizer will keep for them, each tensor aligned; 0 where ours or none does."""
 
     @property
     def numel(self) -> int:
@@ -240,7 +240,7 @@ class PageSpec:
     state_bytes: int
     grad_bytes: int
     format: StateFormat = StateFormat()
-    """Of all its parts."""
+    """The format of all its parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ class UnitSpec:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the flat buffer: what the device holds while the unit is used."""
+        """Bytes of the flat buffer: what the device holds while the unit is used."""
         return max((stripe.end for stripe in self.stripes), default=0)
 
     @property
@@ -277,7 +277,7 @@ class UnitSpec:
 
     @property
     def made_bytes(self) -> int:
-        """Of all its gradients, as a backward pass makes them."""
+        """Bytes of all its gradients, as a backward pass makes them."""
         return sum(p.grad_bytes for p in self.params if p.trainable)
 
     @property
@@ -339,7 +339,7 @@ FACTORS_STAGED = 512
 
 
 def cores_used(threads: int) -> int:
-    """Of so many, who updates pages: the loop, the thread of pages and that of the cores go on meanwhile."""
+    """How many of so many threads update pages: the loop, the thread of pages and that of the cores go on meanwhile."""
     return max(1, threads - 3)
 
 
@@ -351,7 +351,7 @@ def staged_bytes(model: ModelSpec) -> int:
             pairs = [(part.numel, unit.params[part.param].dtype.itemsize) for part in page.parts]
             sizes = (align(numel * item) + align(numel * wide) + FACTORS_STAGED for numel, item in pairs)
             most = max(most, sum(sizes))
-    return align(most, 4096)
+    return align(most, 4096)  # whole pages of the host's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,16 +365,16 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What they were seen to take at most. They are often at their most before there are gradients, whose room they
-    may have until then."""
+    """Bytes that they were seen to take at most. They are often at their most before there are gradients, whose room
+    they may have until then."""
 
     before: int
-    """Until the first gradient of a step: beyond what lives on the device without gradients."""
+    """Bytes until the first gradient of a step, beyond what lives on the device without gradients."""
     after: int
-    """From then on: beyond all that lives there."""
+    """Bytes from then on, beyond all that lives there."""
 
     def beside(self, grads: int) -> int:
-        """What they take beyond all that lives there, if so many bytes of that are gradients."""
+        """Bytes of activations beyond all that lives there, if so many bytes of that are gradients."""
         return max(self.before - grads, self.after, 0)
 
 
@@ -395,6 +395,6 @@ class Limits:
     lent: int = 0
     """Bytes planned for gradients that pages may have while there are none. See runtime/loans.py."""
     hands: Hands = "streamed"
-    """See runtime/cores.py."""
+    """Who updates states in host memory. See runtime/cores.py."""
     consumed: int = 0
     """Bytes of gradients whose updates have begun, before the oldest are let go; 0: they are kept."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Passing(NamedTuple):
-    """Bytes."""
+    """Bytes that pass over the link (up, down) and the disk (read, write)."""
 
     up: float = 0
     down: float = 0
@@ -32,22 +32,24 @@ def behind(passing: Passing, held: float) -> Passing:
 
 
 ONE_WAY = 0.55
-"""Of what a link carries both ways together, one way alone: as measured on PCIe (benchmarks/results)."""
+"""The share of what a link carries both ways together that it carries one way alone, as measured on PCIe
+(benchmarks/results)."""
 
 
 class Pace(NamedTuple):
-    """Of a machine, as far as one rank has it: bytes per second; None: not known."""
+    """How fast bytes pass on a machine, as far as one rank has it: bytes per second; None: not known."""
 
     up: float | None = None
     down: float | None = None
     both: float | None = None
-    """In both directions at once, together."""
+    """The link in both directions at once, together."""
     read: float | None = None
+    """The disks: bytes read."""
     write: float | None = None
-    """Of its disks."""
+    """The disks: bytes written."""
 
     def seconds(self, passing: Passing) -> dict[str, float] | None:
-        """By what takes them; None: not known."""
+        """Seconds of this passing, by what takes them; None: not known."""
         pairs = [(passing.up, self.up), (passing.down, self.down), (passing.up + passing.down, self.both)]
         disk = [(passing.read, self.read), (passing.write, self.write)]
         if any(nbytes and not rate for nbytes, rate in (*pairs, *disk)):
@@ -62,14 +64,14 @@ class Times:
     """Seconds of a step. See Note [Times]."""
 
     passing: float
-    """For all that passes."""
+    """Seconds that all that passes takes."""
     first: float
-    """Of that, what the first forward pass waits for."""
+    """Seconds of that which the first forward pass waits for."""
     by: str
-    """What takes that long."""
+    """What takes that long: the link or the disk."""
 
     def step(self, forward: float, rest: float) -> float:
-        """Of a step whose first forward pass takes so long to compute, and all else that it computes."""
+        """Seconds of a step whose first forward pass takes so long to compute, and all else that it computes."""
         return max(max(forward, self.first) + rest, self.passing)
 
     def __str__(self) -> str:
@@ -85,7 +87,7 @@ class Times:
 
 
 def times_of(pace: Pace, passing: Passing, first: Passing) -> Times | None:
-    """Of a step that moves so many bytes, some of them before its first forward pass ends; None: not known."""
+    """What a step takes that moves so many bytes, some of them before its first forward pass ends; None: not known."""
     every, begin = pace.seconds(passing), pace.seconds(first)
     if every is None or begin is None:
         return None

@@ -295,6 +295,71 @@ def test_no_handler_swallows_everything() -> None:
     report("handlers that swallow every error:", offenders)
 
 
+# ---- errors
+
+
+def test_asserts_have_a_message() -> None:
+    offenders = []
+    for module in modules().values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Assert) and node.msg is None:
+                offenders.append(f"{module.at(node)}: {ast.unparse(node)}")
+    report("asserts without a message:", offenders)
+
+
+SIGNS = ("expected", "found", ";")
+"""What an error for the user says: what was expected, what was found and, behind a semicolon, what to do."""
+def error_texts(module: Module) -> Iterator[tuple[ast.Call, ast.expr]]:
+    """Every text that an error of overspill.errors is made with, and the call that says it."""
+    kinds = {node.name for node in modules()[f"{NAME}.errors"].tree.body if isinstance(node, ast.ClassDef)}
+    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call) and node.args]
+    within = {id(node): function for function in functions(module) for node in ast.walk(function)}
+    told = retelling(module, kinds)
+    for call in (call for call in calls if last_name(call) in kinds and call not in told):
+        text, function = call.args[0], within.get(id(call))
+        if function is None or ast.unparse(text) not in {argument.arg for argument in function.args.args}:
+            yield call, text
+        else:  # of a text that it is given: its callers say it
+            yield from ((caller, caller.args[0]) for caller in calls if last_name(caller) == function.name)
+
+
+def retelling(module: Module, kinds: set[str]) -> list[ast.AST]:
+    """What is made of an error of overspill.errors where it was caught, so that it says what that one says."""
+    handlers = [node for node in ast.walk(module.tree) if isinstance(node, ast.ExceptHandler) and node.name]
+    caught = [handler for handler in handlers if handler.type and last_name(handler.type) in kinds]
+    return [node for handler in caught for node in ast.walk(handler) if f"{{{handler.name}}}" in ast.unparse(node)]
+
+
+def spelt_out(module: Module, text: ast.AST) -> str:
+    """The words of a text, and of what functions of the same folder add to it."""
+    words = []
+    for node in ast.walk(text):
+        match node:
+            case ast.Constant(value=str(word)):
+                words.append(word)
+            case ast.Call():
+                words.extend(spelt_out(module, helper) for helper in text_functions(module.top, last_name(node)))
+    return " ".join(words)
+
+
+@functools.cache
+def text_functions(top: str, name: str) -> list[Function]:
+    """Functions of that name in a folder which return a text."""
+    folder = [module for module in modules().values() if module.top == top and f"def {name}(" in module.text]
+    found = [function for module in folder for function in functions(module) if function.name == name]
+    return [function for function in found if function.returns and ast.unparse(function.returns) == "str"]
+
+
+def test_errors_say_what_was_expected_and_found_and_what_to_do() -> None:
+    offenders = []
+    for module in modules().values():
+        for call, text in error_texts(module):
+            lacking = [sign for sign in SIGNS if sign not in spelt_out(module, text)]
+            if lacking:
+                offenders.append(f"{module.at(call)}: lacks {', '.join(map(repr, lacking))}: {ast.unparse(text)}")
+    report("errors that do not say 'expected ..., found ...; what to do':", offenders)
+
+
 # ---- folders and texts
 
 
@@ -310,6 +375,19 @@ def test_every_folder_says_what_it_is() -> None:
             found = f"docstring of {lines} lines" if module else "no __init__.py"
             offenders.append(f"{folder.relative_to(ROOT)}: {found}")
     report(f"folders whose __init__.py lacks a docstring of {MIN_FOLDER_DOCSTRING_LINES} lines:", offenders)
+
+
+def test_every_folder_names_its_modules() -> None:
+    offenders = []
+    for module in modules().values():
+        # What is in the package's own folder has its rows in LAYERS.
+        if module.path.name != "__init__.py" or module.name == NAME:
+            continue
+        docstring = ast.get_docstring(module.tree) or ""
+        for path in sorted(module.path.parent.glob("*.py")):
+            if path != module.path and not re.search(rf"\b{path.stem}\.py\b|`{path.stem}`", docstring):
+                offenders.append(f"{module.path.relative_to(ROOT)}: {path.name}")
+    report("modules that the docstring of their folder does not name, as name.py or `name`:", offenders)
 
 
 MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:work|root|home)(?![\w-])")

@@ -25,14 +25,14 @@ def what(folder: Path | None, params: str | None, shape: Shape, seq: int) -> dic
     given = {name: value for name, value in shape.items() if value is not None}
     for name, value in given.items():
         if value < 1:
-            raise OptionError(f"expected {option(name)} from 1, found {value}")
+            raise OptionError(f"expected {option(name)} from 1, found {value}; give 1 or more")
     if folder is not None:
         if params is not None or given:
             name = "params" if params is not None else next(iter(given))
             raise OptionError(f"expected {option(name)} without --model, found both; the folder's config says it")
         longest = text_model.positions(text_model.read_config(folder))
         if longest is not None and seq > longest:
-            raise OptionError(f"expected --seq of at most the {longest} positions of the model, found {seq}")
+            raise OptionError(f"expected --seq of at most the {longest} positions of the model, found {seq}; give less")
         return {"folder": str(folder.absolute())}
     if params is not None:
         if "ffn" in given:
@@ -63,18 +63,18 @@ def training(model: Mapping[str, Any], work: Mapping[str, Any]) -> Training:
     at_least("seq", work["seq"], 2)
     at_least("warmup", work["warmup"], 0)
     if not 0 <= work["clip"] < float("inf"):
-        raise OptionError(f"expected --clip from 0, which means not to clip, found {work['clip']}")
+        raise OptionError(f"expected --clip from 0, which means not to clip, found {work['clip']}; give 0 or more")
     return Training(**model, **work)
 
 
 def at_least(name: str, value: float, least: float) -> None:
     if not value >= least:
-        raise OptionError(f"expected {option(name)} from {least}, found {value}")
+        raise OptionError(f"expected {option(name)} from {least}, found {value}; give {least} or more")
 
 
 def one_of(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise OptionError(f"expected {option(name)} to be one of {', '.join(known)}, found {value!r}")
+        raise OptionError(f"expected {option(name)} to be one of {', '.join(known)}, found {value!r}; give one of them")
 
 
 def listed(text: str) -> tuple[str, ...]:

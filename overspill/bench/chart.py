@@ -25,7 +25,8 @@ def draw(body: Mapping[str, Any], path: Path) -> None:
     drawn = _engines if "engines" in body else _curves if "curves" in body else None
     if drawn is None:
         raise OptionError(
-            f"expected a result of overspill bench step or quality, found one of {body.get('what', 'something else')}"
+            f"expected a result of overspill bench step or quality, found one of {body.get('what', 'something else')}; "
+            "draw one of those"
         )
     with matplotlib.rc_context(STYLE):
         figure = drawn(body)

@@ -27,9 +27,9 @@ class Ours:
 
     label: str = "ours"
     keywords: Mapping[str, Any] = field(default_factory=dict)
-    """For `overspill.prepare`."""
+    """What `overspill.prepare` is told."""
     clip: float | None = None
-    """None: as all others."""
+    """The norm to clip to; None: as all others."""
     build: str | None = None
     budget_of: str | None = None
     """The peer whose peak is the GPU budget."""
@@ -45,7 +45,9 @@ def parse(text: str, base: Mapping[str, Any]) -> Ours:
     for pair in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = pair.partition("=")
         if not equals or not value:
-            raise OptionError(f"expected --ours as NAME=VALUE,NAME=VALUE, found {pair!r} in {text!r}")
+            raise OptionError(
+                f"expected --ours as NAME=VALUE,NAME=VALUE, found {pair!r} in {text!r}; give a name and a value"
+            )
         if name not in (*_KEYWORDS, *_OWN):
             raise OptionError(
                 f"expected --ours with keywords of overspill.prepare or {', '.join(_OWN)}, found {name!r} in {text!r}; "
@@ -73,7 +75,7 @@ def check(configurations: Sequence[Ours], peers: Sequence[str]) -> None:
         raise OptionError("expected something to measure, found neither --peers nor --ours; give one of them")
     for name in peers:
         if name not in NAMES:
-            raise OptionError(f"expected --peers as a list of {', '.join(NAMES)}, found {name!r}")
+            raise OptionError(f"expected --peers as a list of {', '.join(NAMES)}, found {name!r}; name some of those")
     for ours in configurations:
         if ours.budget_of is not None and ours.budget_of not in peers:
             raise OptionError(
@@ -118,11 +120,13 @@ def _clip(text: str, whole: str) -> float:
     except ValueError:
         found = -1.0
     if not 0 <= found < float("inf"):
-        raise OptionError(f"expected clip= from 0, which means not to clip, found {text!r} in {whole!r}")
+        raise OptionError(
+            f"expected clip= from 0, which means not to clip, found {text!r} in {whole!r}; give 0 or more"
+        )
     return found
 
 
 def _build(text: str | None) -> str | None:
     if text is not None and text not in BUILDS:
-        raise OptionError(f"expected build= to be one of {', '.join(BUILDS)}, found {text!r}")
+        raise OptionError(f"expected build= to be one of {', '.join(BUILDS)}, found {text!r}; give one of them")
     return text

@@ -30,7 +30,7 @@ def of_this_process() -> dict[str, Any]:
     found: dict[str, Any] = {
         "host": platform.node(),
         "cpu": _cpu(),
-        "cores": cores(),
+        "cores": cgroups.cores(),
         "threads": torch.get_num_threads(),
         "host_memory": _host_memory(),
         "system": platform.platform(),
@@ -40,11 +40,6 @@ def of_this_process() -> dict[str, Any]:
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         found |= {"gpu": device.name, "gpu_memory": device.total_memory, "gpus": torch.cuda.device_count()}
     return found
-
-
-def cores() -> int:
-    """Those that this process may use."""
-    return cgroups.cores()
 
 
 def versions() -> dict[str, str | None]:

@@ -46,7 +46,9 @@ def run(asked: Run, files: Files) -> list[dict[str, Any]]:
         with screen.working(label, f"{number}/{len(cases)}") as told:
             outcome = process.run(job, asked.limit, told)
         if outcome.result is None:
-            raise OptionError(f"expected {label} to be measured, found that it ended: {outcome.reason}")
+            raise OptionError(
+                f"expected {label} to be measured, found that it ended: {outcome.reason}; mend that, and start again"
+            )
         known += [*outcome.result["rows"], *missing(case, outcome)]
         files.body["machine"] = files.body["machine"] or outcome.machine
         files.write(updates=known, ratios=ratios(known), paper=beside_the_paper(known))

@@ -19,9 +19,9 @@ class Training:
     """What is trained, and how much of it in a step: the same for all engines of a run."""
 
     sizes: Sizes | None = None
-    """Of a decoder like Llama; None where a folder says it."""
+    """Sizes of a decoder like Llama; None where a folder says it."""
     folder: str | None = None
-    """Of a Transformers model; its config is enough."""
+    """The folder of a Transformers model; its config is enough."""
     seq: int = 2048
     micro_batch: int = 4
     """Sequences in a micro-batch."""
@@ -38,7 +38,7 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """Per step."""
+        """Tokens of a step."""
         return self.seq * self.micro_batch * self.micro_batches
 
 
@@ -66,7 +66,7 @@ class Job:
     nvme: str | None = None
     """Folder whose disk is measured."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of a learning.Lesson, or an updating.Case."""
+    """Fields of a learning.Lesson, or of an updating.Case."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -45,14 +45,18 @@ class Run:
 
     def check(self) -> None:
         if not self.engines:
-            raise OptionError("expected --engine with at least one name, found none")
+            raise OptionError("expected --engine with at least one name, found none; name one")
         for name in self.engines:
             if name != "ours" and name not in ON_GPU:
-                raise OptionError(f"expected --engine as a list of ours, {', '.join(ON_GPU)}, found {name!r}")
+                raise OptionError(
+                    f"expected --engine as a list of ours, {', '.join(ON_GPU)}, found {name!r}; name some of those"
+                )
         for size in self.sizes:
             if TIMES.fullmatch(size) and (self.engines[0] != MEASURE or "ours" not in self.engines):
                 found = ",".join(self.engines)
-                raise OptionError(f"expected --engine {MEASURE},ours with --size {size}, found --engine {found}")
+                raise OptionError(
+                    f"expected --engine {MEASURE},ours with --size {size}, found --engine {found}; name these two"
+                )
             if size != MAX and not TIMES.fullmatch(size):
                 parse_count(size)
         for ours in self.ours:

@@ -26,15 +26,15 @@ PLAIN = "plain"
 """torch alone: fp32 weights, autocast to bf16."""
 TINY = 1e-8
 EPS = 1e-16
-"""Of Adam, where gradients are tiny: its own would be larger than they are."""
+"""Adam's eps where gradients are tiny: its own would be larger than they are."""
 SPIKE, SPIKES, EVERY = 1000.0, 1e-4, 10
 TUNED = 0.3
-"""Of the learning rate, where something was learned before."""
+"""The share of the learning rate, where something was learned before."""
 BYTES = 256
 HELD_OUT = 0.05
-"""Of the text, at its end: what is never trained on."""
+"""The share of the text, at its end, that is never trained on."""
 LOOKS = 20
-"""At the validation loss, in the course of a case."""
+"""How many times the validation loss is looked at in the course of a case."""
 
 News = Callable[[int, int], None]
 

@@ -98,7 +98,10 @@ def _begin(asked: Run, folder: Path) -> str:
     with screen.working(job.label, "0") as told:
         outcome = process.run(job, asked.limit, told)
     if outcome.result is None:
-        raise OptionError(f"expected a model for the fine-tunes to begin with, found that it ended: {outcome.reason}")
+        raise OptionError(
+            f"expected a model for the fine-tunes to begin with, found that it ended: {outcome.reason}; mend that, and "
+            "start again"
+        )
     return start
 
 

@@ -76,12 +76,16 @@ def write(path: Path, body: Mapping[str, Any]) -> None:
         partial.write_text(json.dumps(body, indent=1) + "\n")
         partial.replace(path)
     except OSError as error:
-        raise OptionError(f"expected a file that can be written, found {str(path)!r}: {error.strerror}") from error
+        raise OptionError(
+            f"expected a file that can be written, found {str(path)!r}: {error.strerror}; give another one"
+        ) from error
 
 
 def read(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise OptionError(f"expected a result file of overspill bench, found {str(path)!r}: {error}") from error
+        raise OptionError(
+            f"expected a result file of overspill bench, found {str(path)!r}: {error}; give one that it wrote"
+        ) from error
     return found

@@ -13,7 +13,7 @@ from overspill.times import Pace, Passing, behind, times_of
 Row = dict[str, Any]
 GB = 1e9
 OWN_PHASES = ("set-up", "warm-up", "steps")
-"""Those in which memory is the engine's own: the model is there before, whoever trains it."""
+"""Phases in which memory is the engine's own: the model is there before, whoever trains it."""
 FORMULA = "model TFLOP/s = 6 x parameters x tokens / step seconds; what recomputing adds is not counted"
 
 

@@ -24,9 +24,8 @@ from overspill.bench.models import Batches
 from overspill.bench.peers import ENGINES
 from overspill.cli import text_model
 from overspill.cli.loop import compute_device
-from overspill.cli.meters import DTYPES
 from overspill.cli.sizes import Sizes
-from overspill.config import options
+from overspill.config import DTYPES, options
 from overspill.errors import BudgetError, OptionError
 from overspill.specs import Activations, human
 
@@ -35,7 +34,7 @@ Try = Callable[[Sizes], str | None]
 """Returns why a size is refused; None: it is accepted."""
 _LEAP = 2.0
 _STEPS = 2
-"""Of an attempt: the first makes the optimizer's states, the second has everything in memory at once."""
+"""Steps of an attempt: the first makes the optimizer's states, the second has everything in memory at once."""
 HOLES = 1.1
 """Times the activations of a batch: what torch's allocator takes for them, with what it cannot use of that."""
 
@@ -47,7 +46,7 @@ class Found:
     place: int
     """On the grid; the next one is refused."""
     refusal: str
-    """Of the next one."""
+    """Why the next one is refused."""
     tries: list[dict[str, Any]]
 
 

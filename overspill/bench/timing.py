@@ -36,7 +36,7 @@ class Timed:
     steps: Sequence[float]
     warmup: Sequence[float]
     losses: Sequence[float]
-    """Of all steps, the warm-up's first."""
+    """The losses of all steps, the warm-up's first."""
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -33,7 +33,7 @@ HYPERS |= {"decoupled_weight_decay": True}
 _SAME: dict[str, Any] = {name: HYPERS[name] for name in ("lr", "betas", "eps", "weight_decay")}
 """What all engines are told."""
 BYTES = {BARE: 28, MEMORY: 24}
-"""Of memory that an element takes at least: four arrays read and three written; three read and written."""
+"""Bytes of memory that an element takes at least: four arrays read and three written; three read and written."""
 
 FLOATS = ("master", "gradient", "m", "v")
 ARRAYS: Mapping[str, tuple[torch.dtype, float]] = {
@@ -50,9 +50,9 @@ STEP = 10
 REST = 0.3
 """Seconds before each round: threads of OpenMP, on which some of the engines run, spin for a while after their work."""
 _TROUBLE = (OptionError, ImportError, AttributeError, OSError, RuntimeError, ValueError, AssertionError)
-"""Of peers that compile what they need when it is first used."""
+"""Errors of peers that compile what they need when it is first used."""
 LEFT = 0.04
-"""Of the memory that is there: for whatever else runs."""
+"""The share of the memory that is there for whatever else runs."""
 
 Arrays = Mapping[str, Tensor]
 Rows = list[dict[str, Any]]
@@ -92,7 +92,7 @@ def names_of(engine: str, kind: str) -> Sequence[str]:
 def check_cores(cores: int) -> None:
     there = cgroups.cores()
     if not 1 <= cores <= there:
-        raise OptionError(f"expected --cores from 1 to the {there} that are there, found {cores}")
+        raise OptionError(f"expected --cores from 1 to the {there} that are there, found {cores}; give such a number")
 
 
 def measure(case: Case, told: Told = lambda text: None, known: Callable[[Rows], None] = lambda rows: None) -> Rows:
@@ -244,7 +244,9 @@ def _deepspeed(kind: str, arrays: Arrays) -> Callable[[], object]:
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except ImportError as error:
-        raise OptionError(f"expected deepspeed to be installed, found none: {error}") from error
+        raise OptionError(
+            f"expected deepspeed to be installed, found none: {error}; install it, or leave it out"
+        ) from error
 
     return _converting(kind, arrays, lambda p: DeepSpeedCPUAdam([p], **_SAME, adamw_mode=True), STEP - 1)
 

@@ -26,7 +26,7 @@ _AFTERWARDS = frozenset({"own", "trace", "profile", "end"})
 
 
 def used_bytes() -> int:
-    """Of the machine's memory."""
+    """Bytes of the machine's memory that are in use."""
     found = dict(line.split(":", 1) for line in (_PROC / "meminfo").read_text().splitlines())
     return (_kilobytes(found["MemTotal"]) - _kilobytes(found["MemAvailable"])) * KiB
 

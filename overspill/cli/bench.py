@@ -1,4 +1,5 @@
-"""`overspill bench step`, `max-size` and `chart`: ours beside the peers, with everything needed to measure it again."""
+"""`overspill bench step`, `max-size`, `quality`, `update` and `chart`: ours beside the peers, so that all of it can be
+measured again."""
 
 from pathlib import Path
 from typing import Annotated
@@ -175,7 +176,7 @@ def max_size(
     work |= {"steps": measured, "recompute": recompute}
     asking.one_of("build", build, BUILDS)
     if not 1 < ratio <= 2:
-        raise OptionError(f"expected --ratio greater than 1 and up to 2, found {ratio}")
+        raise OptionError(f"expected --ratio greater than 1 and up to 2, found {ratio}; give one such as 1.02")
     asked = largest.Run(
         training=asking.training({}, work),
         engines=asking.listed(engine),

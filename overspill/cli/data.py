@@ -65,7 +65,7 @@ class Data:
     documents: int
     tokens: int
     digest: str
-    """Of the training data."""
+    """The digest of the training data."""
 
 
 class Reader:
@@ -171,7 +171,7 @@ def tokenize(pieces: Iterable[Piece], tokenizer: Any) -> Tokens:
     if eos is None:
         log.warning("the tokenizer has no end-of-sequence token: documents follow each other without one")
     found, documents = array("i"), 0
-    assert found.itemsize == 4
+    assert found.itemsize == 4, f"an int of {found.itemsize} bytes"
     for piece, ids in _encoded(pieces, tokenizer):
         if eos is not None and ids and ids[-1] == eos:
             ids = ids[:-1]  # the tokenizer's own, which it sets at the end of every piece
@@ -202,7 +202,7 @@ def split(table: Tensor, share: float, seed: int) -> tuple[Samples, Samples | No
 def _read(path: Path, name: str, how: Format, tokenizer: Any) -> Tokens:
     tokens = tokenize(read_documents(files_of(path, name), how), tokenizer)
     if not tokens.documents:
-        raise OptionError(f"expected text in --{name} {str(path)!r}, found none")
+        raise OptionError(f"expected text in --{name} {str(path)!r}, found none; give files that hold some")
     return tokens
 
 

@@ -38,7 +38,7 @@ class Format:
     """How a line of JSON becomes text."""
 
     field: str | None = None
-    """None: "text", or else the chat in "messages"."""
+    """The field with the text; None: "text", or else the chat in "messages"."""
     chat: Callable[[list[Any]], str] | None = None
     """The tokenizer's chat template; None where it has none."""
 
@@ -46,7 +46,9 @@ class Format:
 def files_of(path: Path, name: str = "data") -> list[Path]:
     """The file, or all files of a folder that are text by their names, in an order of their names only."""
     if not path.exists():
-        raise OptionError(f"expected --{name} to be a file or a folder, found nothing at {str(path)!r}")
+        raise OptionError(
+            f"expected --{name} to be a file or a folder, found nothing at {str(path)!r}; give the path of one"
+        )
     if path.is_file():
         return [path]
     everything = sorted((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.relative_to(path).parts)
@@ -71,7 +73,7 @@ def files_of(path: Path, name: str = "data") -> list[Path]:
 
 
 def suffix(path: Path) -> str:
-    """Of what is inside, where it is gzipped."""
+    """The suffix of a file's name; of what is inside, where it is gzipped."""
     return (path.with_suffix("") if path.suffix.lower() == ZIPPED else path).suffix.lower()
 
 
@@ -84,7 +86,9 @@ def read_documents(files: Iterable[Path], how: Format) -> Iterator[Piece]:
             with _opened(path) as file:
                 yield from _lines(path, file, how) if suffix(path) == ".jsonl" else _text(path, file)
         except (OSError, EOFError) as error:  # gzip raises both for what is torn
-            raise OptionError(f"expected a readable file, found {str(path)!r}: {error}") from error
+            raise OptionError(
+                f"expected a readable file, found {str(path)!r}: {error}; mend it, or take it away"
+            ) from error
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -114,11 +118,13 @@ def _lines(path: Path, file: BinaryIO, how: Format) -> Iterator[Piece]:
         except UnicodeDecodeError as error:
             raise OptionError(_undecodable(where, error)) from error
         except json.JSONDecodeError as error:
-            raise OptionError(f"expected a JSON object in {where}, found {_short(text)}: {error}") from error
+            raise OptionError(
+                f"expected a JSON object in {where}, found {_short(text)}: {error}; write one object per line"
+            ) from error
         if not text.strip():
             continue
         if not isinstance(body, dict):
-            raise OptionError(f"expected a JSON object in {where}, found {_short(text)}")
+            raise OptionError(f"expected a JSON object in {where}, found {_short(text)}; write one object per line")
         piece = _document(body, how, where)
         if piece.text:
             yield piece
@@ -136,7 +142,10 @@ def _document(body: dict[str, Any], how: Format, where: str) -> Piece:
         return Piece(value)
     if field == CHAT and isinstance(value, list):
         return Piece(_chat(value, how, where), templated=True)
-    raise OptionError(f"expected text in field {field!r} of {where}, found {type(value).__name__}")
+    raise OptionError(
+        f"expected text in field {field!r} of {where}, found {type(value).__name__}; name the one with the text: "
+        "--text-field NAME"
+    )
 
 
 def _chat(messages: list[Any], how: Format, where: str) -> str:
@@ -152,7 +161,7 @@ def _chat(messages: list[Any], how: Format, where: str) -> str:
     except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise OptionError(
             f"expected messages in {where} that the tokenizer's chat template takes, such as "
-            f'[{{"role": "user", "content": "..."}}, ...], found {_short(str(messages))}: {error}'
+            f'[{{"role": "user", "content": "..."}}, ...], found {_short(str(messages))}: {error}; write them so'
         ) from error
 
 

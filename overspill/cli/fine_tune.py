@@ -36,7 +36,9 @@ def checked(settings: FineTune, seq_is_given: bool) -> FineTune:
     if longest is None or settings.seq <= longest:
         return settings
     if seq_is_given:
-        raise OptionError(f"expected --seq of at most the {longest} positions of the model, found {settings.seq}")
+        raise OptionError(
+            f"expected --seq of at most the {longest} positions of the model, found {settings.seq}; give less"
+        )
     return dataclasses.replace(settings, seq=longest)
 
 

@@ -18,7 +18,7 @@ from overspill.cli.settings import Settings
 LAST_LR = 0.1
 """Where the learning rate ends, as a share of its peak."""
 MOMENTUM = 0.9
-"""Of SGD."""
+"""The momentum of SGD."""
 TRACED = 2
 """Steps that trace.json shows."""
 

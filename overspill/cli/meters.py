@@ -20,9 +20,9 @@ import torch
 from overspill.cli.loop import train_steps
 from overspill.cli.settings import BuiltIn
 from overspill.cli.workload import VOCABULARY, batches, plain_trainee
+from overspill.config import DTYPES
 from overspill.specs import KiB
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
@@ -40,7 +40,7 @@ class Zero:
 
     resident: int
     disk: int
-    """In the nvme folders, which may hold what this process spilled before."""
+    """Bytes in the nvme folders, which may hold what this process spilled before."""
 
 
 @dataclass(frozen=True, slots=True)

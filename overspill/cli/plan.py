@@ -105,7 +105,9 @@ def _check_choices(said: dict[str, Any]) -> None:
     choices = {"optimizer": OPTIMIZERS, "precision": PRECISIONS, "zero": STAGES, "states": STATES, "update": UPDATES}
     for name, known in choices.items():
         if said[name] not in known:
-            raise OptionError(f"expected {option(name)} to be one of {', '.join(known)}, found {said[name]!r}")
+            raise OptionError(
+                f"expected {option(name)} to be one of {', '.join(known)}, found {said[name]!r}; give one of them"
+            )
 
 
 def _built(folder: Path | None, params: str | None, shape: dict[str, int | None]) -> tuple[nn.Module, str]:
@@ -118,7 +120,7 @@ def _built(folder: Path | None, params: str | None, shape: dict[str, int | None]
             sizes.parse_count(params), shape["layers"], shape["hidden"], shape["heads"], shape["vocab"]
         )
         return sizes.build(chosen), str(chosen)
-    assert folder is not None
+    assert folder is not None, "neither a folder nor a number"
     for name, value in shape.items():
         if value is not None:
             raise OptionError(f"expected {option(name)} with --params only, found {value}; the folder's config says it")

@@ -21,5 +21,7 @@ def probe(nvme: Nvme = None, fresh: Fresh = False) -> None:
     found = probing.probe(nvme, fresh)
     typer.echo(probing.table(found.rates))
     if found.reason is not None:
-        raise OptionError(f"expected all of it, found that something is missing: {found.reason}")
+        raise OptionError(
+            f"expected all of it, found that something is missing: {found.reason}; mend that, and try again"
+        )
     typer.echo(f"measured {found.date}, {'read from' if found.cached else 'kept in'} {probing.kept_in()}")

@@ -34,7 +34,7 @@ class Session:
     contents: Mapping[str, str]
     """Digests of what the run was given by path."""
     steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     trainee: Trainee
     reader: Reader
     recorder: Recorder

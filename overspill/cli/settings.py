@@ -16,7 +16,7 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 STAGES = ("auto", "0", "1", "2", "3")
 STATES, UPDATES = CHOICES["states"], CHOICES["update"]
 EXACT_UPDATES = ("lazy", "eager")
-"""Of a run that can be resumed to the same bits: a checkpoint would apply updates that are delayed."""
+"""Updates of a run that can be resumed to the same bits: a checkpoint would apply updates that are delayed."""
 EAGER = "which begins in the backward pass, when the norm of all gradients is not known"
 FIRST = {"states": "exact", "update": "lazy"}
 """What runs of the first versions had, which did not say so."""
@@ -31,7 +31,7 @@ class Settings:
     batch: int = 4
     """Samples in one micro-batch."""
     micro_batches: int = 1
-    """Of every rank."""
+    """Backward passes per step, of every rank."""
     ranks: int = 1
     """Processes that train together; not an option, torchrun says it."""
     steps: int = 60
@@ -68,11 +68,11 @@ class Settings:
 
     def _check(self, name: str, holds: bool, what: str) -> None:
         if not holds:
-            raise OptionError(f"expected {option(name)} {what}, found {getattr(self, name)!r}")
+            raise OptionError(f"expected {option(name)} {what}, found {getattr(self, name)!r}; give another one")
 
     @property
     def tokens(self) -> int:
-        """Per step, of all ranks."""
+        """Tokens per step, of all ranks."""
         return self.batch * self.seq * self.micro_batches * self.ranks
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class FineTune(Settings):
     """Folder with config.json, safetensors and a tokenizer."""
     data: Path
     text_field: str | None = None
-    """None: "text", or else a chat in "messages"."""
+    """The field with the text; None: "text", or else a chat in "messages"."""
     validation: float = 0.05
     """Share of the samples that is kept for validation."""
     validation_data: Path | None = None
@@ -278,7 +278,7 @@ def _one_length(said: Mapping[str, Any]) -> dict[str, Any]:
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         if name in said:
             if said[name] < 1:
-                raise OptionError(f"expected --{name} from 1, found {said[name]}")
+                raise OptionError(f"expected --{name} from 1, found {said[name]}; give 1 or more")
             return {**said, other: 0}
     return dict(said)
 

@@ -16,7 +16,7 @@ FEW_WORDS = 256
 EMBEDDING_SHARE = 1 / 3
 """How much of a model its vocabulary may take."""
 WIDTH_PER_LAYER = 128
-"""Of the models that people train: 4096 wide and 32 deep, 5120 and 40, 8192 and 64 or more."""
+"""Width per layer of the models that people train: 4096 wide and 32 deep, 5120 and 40, 8192 and 64 or more."""
 HEAD = 128
 USUAL_FFN = 8 / 3
 """Width of the feed-forward part, as a multiple of the hidden width."""
@@ -79,7 +79,7 @@ def parse_count(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\d+)?)\s*([KMBT]?)\s*", text, re.IGNORECASE)
     count = int(float(match[1]) * UNITS[match[2].upper()]) if match else 0
     if count < 1:
-        raise OptionError(f"expected --params as a number like 13B, 350M or 7e9, found {text!r}")
+        raise OptionError(f"expected --params as a number like 13B, 350M or 7e9, found {text!r}; write it like those")
     return count
 
 
@@ -87,7 +87,7 @@ def choose(count: int, layers: int | None, hidden: int | None, heads: int | None
     """Sizes with about so many parameters; what is not given is chosen as people choose it."""
     for name, value in (("layers", layers), ("hidden", hidden), ("heads", heads), ("vocab", words)):
         if value is not None and value < 1:
-            raise OptionError(f"expected {option(name)} from 1, found {value}")
+            raise OptionError(f"expected {option(name)} from 1, found {value}; give 1 or more")
     width = hidden or _usual_width(count, layers, words)
     vocabulary = words or _usual_words(count, width)
     depth = layers or max(1, round((count - _outside(width, vocabulary)) / _layer(width, round(USUAL_FFN * width))))
@@ -104,7 +104,7 @@ def choose(count: int, layers: int | None, hidden: int | None, heads: int | None
             "them out"
         )
     if width % found.heads:
-        raise OptionError(f"expected --heads that divides the hidden width {width}, found {found.heads}")
+        raise OptionError(f"expected --heads that divides the hidden width {width}, found {found.heads}; change one")
     return found
 
 

@@ -30,7 +30,9 @@ def read_config(folder: Path) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if not (folder / "config.json").is_file():
-        raise OptionError(f"expected --model to be a folder with a config.json, found none in {str(folder)!r}")
+        raise OptionError(
+            f"expected --model to be a folder with a config.json, found none in {str(folder)!r}; give that of a model"
+        )
     config = _loaded(lambda: AutoConfig.from_pretrained(folder, local_files_only=True), "a config", folder)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         found = ", ".join(config.architectures or [config.model_type])
@@ -39,7 +41,10 @@ def read_config(folder: Path) -> Any:
             "overspill.prepare"
         )
     if getattr(config, "quantization_config", None):
-        raise OptionError(f"expected weights in bf16, fp16 or fp32 in {str(folder)!r}, found quantized ones")
+        raise OptionError(
+            f"expected weights in bf16, fp16 or fp32 in {str(folder)!r}, found quantized ones; give the "
+            "model as it was before"
+        )
     config.use_cache = False
     return config
 
@@ -138,4 +143,6 @@ def _loaded(load: Callable[[], Found], what: str, folder: Path) -> Found:
     try:
         return load()
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        raise OptionError(f"expected {what} that Transformers can load in {str(folder)!r}, found: {error}") from error
+        raise OptionError(
+            f"expected {what} that Transformers can load in {str(folder)!r}, found: {error}; give a whole model"
+        ) from error

@@ -102,7 +102,7 @@ def _resume(given: dict[str, Any], path: Path | None, ranks: Ranks) -> int:
     """The rest of a run that was interrupted, or more of one that was not. Returns the exit code."""
     folder, stored = ranks.from_first(lambda: _found(path))
     settings = ranks.together(lambda: _checked(resolve_resumed(stored, given, ranks.size), seq_is_given=True))
-    assert isinstance(settings, FineTune)
+    assert isinstance(settings, FineTune), f"{type(settings).__name__} cannot be resumed"
     checkpoint = ranks.from_first(lambda: Checkpoints(folder.checkpoints).newest())
     return fine_tune.run(settings, folder, checkpoint, ranks)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 TOLERANCE = 1e-3
-"""Of the difference of all weights, or of one kind of states, to their norm; and of losses."""
+"""What is tolerated of the difference of all weights, or of one kind of states, to their norm; and of losses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class Comm:
     """All data-parallel ranks: `replicas` groups of `size` ranks each; see Note [three conversations].
 
     Made by `connect`. `place` is `replica * size + rank`, and `world_ranks[place]` is torch's global rank of it.
-    `sent` and `sent_bytes` count what this rank sends, at the call, by kind: gather, reduce, replicate, broadcast.
+    `sent` counts the elements that this rank sends, at the call, by kind: gather, reduce, replicate, broadcast.
     """
 
     # Note [three conversations]
@@ -44,7 +44,6 @@ class Comm:
         self.replicas = self.ranks // size
         self.locals = 0
         self.sent: Counter[str] = Counter()
-        self.sent_bytes: Counter[str] = Counter()
         self._groups = groups
         self._watch = watch
         self._hang_up = hang_up
@@ -57,7 +56,7 @@ class Comm:
     def gather(self, whole: Tensor, bounds: Sequence[int]) -> None:
         """Fill in the pieces of the others; mine is in place. `whole` is 1-D and contiguous, of any type."""
         self._check(whole, bounds)
-        self._count("gather", (bounds[self.rank + 1] - bounds[self.rank]) * (self.size - 1), whole)
+        self._count("gather", (bounds[self.rank + 1] - bounds[self.rank]) * (self.size - 1))
         self._groups.shard.gather(whole.detach(), bounds)
 
     def reduce(self, whole: Tensor, bounds: Sequence[int]) -> Tensor:
@@ -66,7 +65,7 @@ class Comm:
         Summed over the shard group, then over the replicate group; rounded once in each.
         """
         self._check(whole, bounds)
-        self._count("reduce", whole.numel() - (bounds[self.rank + 1] - bounds[self.rank]), whole)
+        self._count("reduce", whole.numel() - (bounds[self.rank + 1] - bounds[self.rank]))
         mine = self._groups.shard.reduce(whole.detach(), bounds)
         across = self._groups.replicate
         if across is None:
@@ -75,7 +74,7 @@ class Comm:
         parts = [mine.numel() * part // self.replicas for part in range(self.replicas + 1)]
         own = slice(parts[across.rank], parts[across.rank + 1])
         length = own.stop - own.start
-        self._count("replicate", mine.numel() - length + length * (self.replicas - 1), whole)
+        self._count("replicate", mine.numel() - length + length * (self.replicas - 1))
         mine[own] = across.reduce(mine, parts)
         across.gather(mine, parts)
         return mine
@@ -86,10 +85,10 @@ class Comm:
         flat = tensor.detach().view(-1)
         across = self._groups.replicate
         if across is None or across.rank == 0:
-            self._count("broadcast", flat.numel() * (self.size - 1) * (self.rank == 0), flat)
+            self._count("broadcast", flat.numel() * (self.size - 1) * (self.rank == 0))
             self._groups.shard.broadcast(flat, 0)
         if across is not None:
-            self._count("broadcast", flat.numel() * (self.replicas - 1) * (across.rank == 0), flat)
+            self._count("broadcast", flat.numel() * (self.replicas - 1) * (across.rank == 0))
             across.broadcast(flat, 0)
 
     # ---- totals
@@ -147,9 +146,8 @@ class Comm:
         self._watch.met()
         return [row for _head, row in rows]
 
-    def _count(self, kind: str, elements: int, tensor: Tensor) -> None:
+    def _count(self, kind: str, elements: int) -> None:
         self.sent[kind] += elements
-        self.sent_bytes[kind] += elements * tensor.itemsize
 
     def _check(self, whole: Tensor, bounds: Sequence[int]) -> None:
         assert whole.dim() == 1 and whole.is_contiguous(), f"expected 1-D contiguous, found {tuple(whole.shape)}"

@@ -204,7 +204,7 @@ def is_gone(beat: Beat) -> bool:
 
 
 Origin = tuple[str, int, str]
-"""Of a process: its machine, its number there, and when it started."""
+"""What tells a process from others: its machine, its number there, and when it started."""
 
 
 def origin() -> Origin:

@@ -148,7 +148,10 @@ class Watch:
         if self.failed is not None:
             return self.failed
         if self._pulse.left is not None:
-            return self._fail(f"expected this rank to stay for {_say(what)}, found that {self._pulse.left}")
+            return self._fail(
+                f"expected this rank to stay for {_say(what)}, found that {self._pulse.left}; start again from "
+                "the last checkpoint"
+            )
         try:
             dead = self._witness.dead(self._witness.observe(), _SILENT_WHILE_WAITING)
         except StoreGone:

@@ -10,5 +10,5 @@ cpu.py        the same on the cores of the host, by the native library of csrc/
 executors.py  which of them carries out a rule, on elements.py
 
 Kernels work on flat tensors of one device and know nothing of parameters, pages or homes.
-May import: layer 0 (errors, specs, config, trace).
+May import: layer 0.
 """

@@ -26,7 +26,7 @@ class Elements:
     first: int = 0
     """Where the first element is in its parameter; like `key` for chance."""
     key: int = 0
-    """Of the parameter and the step: codecs.key_of."""
+    """The key for chance, of the parameter and the step: codecs.key_of."""
     skip: Tensor | None = None
     """fp32 [] of the same device: where it is not zero nothing is done. For executors that are `fused`."""
 
@@ -54,7 +54,7 @@ class Addresses(NamedTuple):
     arrays: tuple[int, ...]
     numel: int
     dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype]
-    """Of weights, of what is kept, of gradients."""
+    """The dtypes of weights, of what is kept, of gradients."""
     format: str
     first: int
     key: int

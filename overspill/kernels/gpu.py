@@ -169,7 +169,7 @@ class _Call:
 
 
 _KERNELS: dict[str, tuple[Any, int]] = {"adam": (_adam, 3), "sgd": (_sgd, 1), "adagrad": (_adagrad, 1)}
-"""By the name of the rule: with how many fields it takes."""
+"""Kernels by the name of the rule, with how many fields it takes."""
 
 
 def _call(rule: str, h: Hypers, step: int, fields: Sequence[Any]) -> _Call:

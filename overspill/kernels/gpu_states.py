@@ -63,7 +63,7 @@ def load_state(field, tops, at, inside, FORMAT: tl.constexpr, SIGNED: tl.constex
 
 
 @triton.jit
-def _top(cut, tops, at, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _top(cut, tops, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The exponent of each block, kept and for all of its elements."""
     most = tl.max(tl.reshape(cut, [BLOCK // SHARED, SHARED]), 1) >> WIDTH
     which = tl.program_id(0).to(tl.int64) * (BLOCK // SHARED) + tl.arange(0, BLOCK // SHARED)
@@ -89,7 +89,7 @@ def store_state(  # type: ignore[no-untyped-def]
     elif SIGNED:
         cut = tl.where(nan, (bits >> 19) | 8, (bits + (noise & 0x7FFFF).to(tl.int32)) >> 19)
         cut = tl.where(inside, cut, 0)
-        least = (_top(cut, tops, at, count, 4, BLOCK) << 4) + (15 - 126)
+        least = (_top(cut, tops, count, 4, BLOCK) << 4) + (15 - 126)
         smallest = _float(tl.maximum(least, 0) << 19)
         share = ((noise >> 8) & 0xFFFFFF).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
         seldom = (smallest * share < _float(bits)).to(tl.int32)
@@ -99,7 +99,7 @@ def store_state(  # type: ignore[no-untyped-def]
     else:
         cut = tl.where(nan, (bits >> 20) | 4, (bits + (noise & 0xFFFFF).to(tl.int32)) >> 20)
         cut = tl.where(inside, cut, 0)
-        below = (_top(cut, tops, at, count, 3, BLOCK) << 3) + (7 - 255)
+        below = (_top(cut, tops, count, 3, BLOCK) << 3) + (7 - 255)
         code = tl.minimum(tl.maximum(cut - below, 1), 255)
         tl.store(field + at, tl.where(bits == 0, 0, code).to(tl.uint8), inside)
 

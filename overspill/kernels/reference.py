@@ -26,7 +26,7 @@ class Rule:
     """How one optimizer updates, element by element."""
 
     name: str
-    """Of the rule, for those who carry it out in another way."""
+    """The name of the rule, for those who carry it out in another way."""
     fields: tuple[str, ...]
     """The fp32 arrays that it keeps, by torch's names."""
     initial: float

@@ -8,6 +8,6 @@ plan.py      the Plan: placements, limits, peaks; prints as a table, turns into 
 
 How long a step takes is foretold by overspill/times.py.
 
-Runs on a laptop without torch devices. May import: program, and layer 0 (errors, specs, config, trace); never
-runtime, units or tiers.
+Runs on a laptop without torch devices. May import: program, and layer 0; never runtime, units or
+tiers.
 """

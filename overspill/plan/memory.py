@@ -10,6 +10,7 @@ from overspill.plan.plan import Line
 from overspill.plan.simulate import Simulated, simulate
 from overspill.program import WAITING, Program
 from overspill.specs import (
+    BLOCK,
     KERNEL_PIECE,
     ROLES,
     TIERS,
@@ -31,12 +32,12 @@ from overspill.times import Pace, Passing
 WORKSPACE = 4
 """fp32 copies of a page's parameters that an optimizer's own step may hold for a moment."""
 BESIDE_MASTERS = 2
-"""More of them where the parameters are roundings of masters: those, and the widened gradients."""
+"""More such copies where the parameters are roundings of masters: those, and the widened gradients."""
 KERNEL_WORKSPACE = 10
 """fp32 arrays of a piece's length that our own update holds: master, gradient, and what is in between."""
 CODEC_WORKSPACE = 30
-"""More of them, where states are kept in less than fp32: integers of 8 bytes, above all."""
-NVME_BLOCK = 4096
+"""More such arrays where states are kept in less than fp32: integers of 8 bytes, above all."""
+NVME_BLOCK = BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,11 @@ class Request:
     chosen: Chosen = STREAMED
     """Who is to update states in host memory, as far as homes allow it."""
     activations: Activations | None = None
-    """What they were seen to take, with a margin; None: not known yet."""
+    """What activations were seen to take, with a margin; None: not known yet."""
     pace: Pace | None = None
     """How fast bytes pass; None: there is no link."""
     unknown: str = ""
-    """What would tell that."""
+    """What would tell how fast bytes pass, where that is not known."""
     spread: bool = False
     """Whether updates run all through a step, or in its first forward pass."""
     locals: int = 1
@@ -86,7 +87,7 @@ def bytes_on(model: ModelSpec, placements: tuple[Placement, ...], role: Role, ti
 
 
 def device_lines(request: Request, placements: tuple[Placement, ...], limits: Limits) -> list[Line]:
-    """Everything but activations. See program/, Note [Passing bytes]."""
+    """What a plan takes on the device, but for activations. See program/, Note [Passing bytes]."""
     model = request.model
     passing = simulated(request, placements, limits)
     params = [p for u in model.units for p in u.params if p.trainable]
@@ -108,7 +109,7 @@ def device_lines(request: Request, placements: tuple[Placement, ...], limits: Li
 
 
 def _most_made(model: ModelSpec, limits: Limits) -> int:
-    """Of the unit whose gradients are being made, where they are not kept."""
+    """Bytes of the gradients of the unit that makes most of them, where they are not kept."""
     return max((unit.made_bytes for unit in model.units), default=0) if limits.consumed else 0
 
 
@@ -118,8 +119,8 @@ def _arriving(p: ParamSpec) -> int:
 
 
 def _collectives(model: ModelSpec) -> int:
-    """Gradients of the unit that is being reduced and of those that wait for their others, and what collectives take
-    for a stripe."""
+    """Bytes of gradients of the unit that is being reduced and of those that wait for their others, and what
+    collectives take for a stripe."""
     if not model.sharding.shared:
         return 0
     waiting = [sum(_arriving(p) for p in u.params if p.trainable) for u in model.units]
@@ -128,8 +129,8 @@ def _collectives(model: ModelSpec) -> int:
 
 
 def _striped(model: ModelSpec, stripe: Stripe) -> int:
-    """The stripe as one array; beside it what all ranks send of this rank's piece, their sum, and that rounded; or what
-    is gathered, twice over gloo. Sums may be fp32 where gradients are narrow."""
+    """Bytes of the stripe as one array; beside it what all ranks send of this rank's piece, their sum, and that
+    rounded; or what is gathered, twice over gloo. Sums may be fp32 where gradients are narrow."""
     wider, (begin, end) = 2 if model.format.master is not None else 1, stripe.piece(model.sharding.rank)
     whole, piece = wider * (stripe.end - stripe.begin), wider * (end - begin)
     return max(whole + (model.sharding.size + 2) * piece, 3 * whole + piece)

@@ -44,9 +44,9 @@ class Plan:
     why: str = ""
     """What decided who updates states in host memory. See hands.py."""
     times: Times | None = None
-    """None: not known, or there is no link that bytes would pass over."""
+    """What a step takes; None: not known, or there is no link that bytes would pass over."""
     untimed: str = ""
-    """Why it is not known."""
+    """Why it is not known what a step takes."""
 
     @property
     def program(self) -> Program:
@@ -63,7 +63,7 @@ class Plan:
         return sum(line.nbytes for line in self.lines if line.tier == tier and line.what == role)
 
     def to_json(self) -> str:
-        """All of it, for the run's folder."""
+        """The whole plan, for the run's folder."""
         budgets = {"device": self.budget.device, "host": self.budget.host, "nvme": self.budget.nvme}
         units = [
             {

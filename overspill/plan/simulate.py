@@ -12,12 +12,14 @@ class Simulated:
     """What a step takes, beyond what lives on the device: peak bytes, and bytes moved per lane."""
 
     window: int
+    """Peak bytes of weights that live elsewhere."""
     gradients: int
-    """Gradients on their way home."""
+    """Peak bytes of gradients on their way home."""
     moved: dict[Lane, int]
 
 
-TAKES = {Kind.GRAD_FETCH: "gradients"}
+STEPS = 2
+"""Steps that are simulated: what the first one leaves, the second finds."""
 GIVES = {Kind.RELEASE: "window", Kind.GRAD_ADD: "gradients", Kind.GRAD_DROP: "gradients"}
 
 
@@ -36,16 +38,16 @@ def step_events(program: Program, micro_batches: int = 1) -> Iterator[Event]:
     yield Step(frozenset(due))
 
 
-def simulate(program: Program, steps: int = 2, micro_batches: int = 1) -> Simulated:
-    """Peaks over `steps` steps and the settling after them; traffic of the last step."""
+def simulate(program: Program, micro_batches: int = 1) -> Simulated:
+    """Peaks over two steps and the settling after them; traffic of the last step."""
     now: Counter[str] = Counter()
     peak: Counter[str] = Counter()
     moved: Counter[Lane] = Counter()
     last = moved
     state = start(program)
-    for step in range(steps + 1):
+    for step in range(STEPS + 1):
         moved, last = Counter(), moved
-        for event in step_events(program, micro_batches) if step < steps else (Settle(),):
+        for event in step_events(program, micro_batches) if step < STEPS else (Settle(),):
             if isinstance(event, Grad) and program.placements[event.unit].grad != "device":
                 now["gradients"] += program.model.units[event.unit].params[event.param].grad_bytes
                 peak["gradients"] = max(peak["gradients"], now["gradients"])
@@ -63,7 +65,7 @@ def _count(program: Program, op: Op, now: Counter[str], moved: Counter[Lane]) ->
     if op.kind == Kind.FETCH:
         # Its whole buffer is taken, however little of it comes from its home.
         now["window"] += program.model.units[op.unit].weight_bytes
-    elif op.kind in TAKES:
-        now[TAKES[op.kind]] += op.nbytes
+    elif op.kind == Kind.GRAD_FETCH:
+        now["gradients"] += op.nbytes
     if op.kind in GIVES:
         now[GIVES[op.kind]] -= op.nbytes

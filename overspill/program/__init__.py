@@ -21,8 +21,8 @@ out only when its slot is free, which is when the page that was there before is 
 are on their way. Whoever needs a unit waits, on the host, until all of its pages are handed out; never until they are
 done.
 
-Note [Earliest deadline first]: where somebody passes the pages of whole units through the ring, all updates are handed
-out to him when they are due, also those of states that live on the device, with the place of the unit's next use
+Note [Earliest deadline first]: where something passes the pages of whole units through the ring, all updates are handed
+out to it when they are due, also those of states that live on the device, with the place of the unit's next use
 (`deadline`); of what is computed, what is needed first goes first. When all of that is on its way, state that will be
 updated next (`next_updates`) is fetched into the slots that are free. Which page is next is decided there: an event of
 the program for every page took too long.
@@ -35,8 +35,9 @@ Note [Ranks]: over several ranks, ops on the comm lane are collectives: every ra
 order. All ranks fold the same function, so they do as long as they see the same events; where they do not (a unit that
 one of them does not use), they notice before the ops run, and those that have no use for a collective *join* it.
 
-words.py: kinds, lanes, ops, events, state. weights.py: what is needed, fetched, gathered, released. updates.py: pages
-and steps. gradients.py: their way home. May import: layer 0 only.
+words.py: kinds, lanes, ops, events, state. react.py: the function. weights.py: what is needed, fetched, gathered,
+released. updates.py: pages and steps. gradients.py: their way home. passing.py: what passes through the device.
+May import: layer 0 only.
 """
 
 from overspill.program.gradients import WAITING

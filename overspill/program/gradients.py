@@ -4,7 +4,7 @@ from overspill.program.passing import drop_grad, give_room, lanes
 from overspill.program.words import Grad, Key, Kind, Lane, Op, Program, State
 
 WAITING = 2
-"""Units whose gradients may wait for their others."""
+"""Units whose gradients may wait for the others of the same unit."""
 
 
 def grad(program: Program, state: State, event: Grad, ops: list[Op]) -> State:

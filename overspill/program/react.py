@@ -107,7 +107,7 @@ def _prefetch(program: Program, state: State, keep: frozenset[int], ops: list[Op
 
 
 def _join(program: Program, state: State, event: Join, ops: list[Op]) -> State:
-    """See Note [Ranks]."""
+    """Take part in what other ranks do with a unit. See Note [Ranks]."""
     if event.kind == Kind.REDUCE:
         return reduce(program, state, event.unit, ops)
     keep = event.held | state.pinned | {event.unit}
@@ -128,8 +128,8 @@ def _step(program: Program, state: State, event: Step, ops: list[Op]) -> State:
 
 
 def _consume(program: Program, state: State, units: frozenset[int], ops: list[Op]) -> State:
-    """See Note [Consumed gradients]. Weights that are away are here now, and may not be later, unless their update has
-    begun."""
+    """Let the compute lane come behind the oldest updates. See Note [Consumed gradients]. Weights that are away are
+    here now, and may not be later, unless their update has begun."""
     if not program.limits.consumed:
         return state
     state = state.but(consuming=(*state.consuming, *sorted(units)))

@@ -79,7 +79,7 @@ class Op:
     nbytes: int = 0
     waits: tuple[Key, ...] = ()
     slot: int = -1
-    """Of the ring, for what passes through it."""
+    """The slot of the ring, for what passes through it; -1: none."""
     done: tuple[Key, ...] = ()
     """What must be over before this is even handed out. See Note [Never far ahead]."""
     free: bool = False
@@ -172,7 +172,7 @@ class Flush:
     """A backward pass is over: reduce the gradients of one unit that waits for others that did not come."""
 
     forget: bool = False
-    """It was interrupted: nothing of it is reduced any more."""
+    """Whether the backward pass was interrupted: nothing of it is reduced any more."""
 
 
 Event = Need | Mark | Grad | Due | Step | Settle | Begin | Join | Flush
@@ -206,7 +206,8 @@ class Program:
 
     @property
     def update_lane(self) -> Lane:
-        """Ours has a lane of its own; the user's optimizer works on the user's own objects, so in the user's turn."""
+        """The lane of updates: ours has one of its own; the user's optimizer works on the user's own
+        objects, so in the user's turn."""
         return Lane.UPDATE if self.model.format.fields is not None else Lane.COMPUTE
 
     def passes(self, unit: int) -> bool:
@@ -241,13 +242,13 @@ class State:
     pending: frozenset[int] = frozenset()
     """Units with an update that is due and that the compute lane is not behind."""
     begun: frozenset[int] = frozenset()
-    """Those of them that were handed out."""
+    """Units with a pending update that was handed out."""
     early: frozenset[int] = frozenset()
     """Units whose updates were due in the backward passes since the last step."""
     staged: tuple[tuple[int, int], ...] = ()
     """(unit, page) that have slots of the ring, for an update or on their way home, the oldest first."""
     ready: frozenset[tuple[int, int]] = frozenset()
-    """Those of them that wait for their update."""
+    """Staged pages that wait for their update."""
     turn: int = 0
     """How many pages were staged so far: they take the ring's slots in turn."""
     training: bool = False
@@ -267,7 +268,7 @@ class State:
     cursor: int = 0
 
     def but(self, **changes: Any) -> "State":
-        """As it is, but for some of it."""
+        """The same state with these changes."""
         new = object.__new__(State)
         new.__dict__.update(self.__dict__)
         new.__dict__.update(changes)

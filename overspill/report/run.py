@@ -82,7 +82,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OptionError(
-                f"expected --run to be a folder that can be made, found {str(self.path)!r}: {error.strerror}"
+                f"expected --run to be a folder that can be made, found {str(self.path)!r}: {error.strerror}; give "
+                "another one"
             ) from error
 
     def write_plan(self, plan: str, settings: Mapping[str, Any], contents: Mapping[str, str] | None = None) -> None:

@@ -6,7 +6,7 @@ hooks.py      every hook there is: module calls, autograd nodes, gradients, stat
 residency.py  which units are open and which may not leave; door.py: closed and open parameters; copies.py, loads.py:
               state dicts that are made and loaded
 generation.py one gradient; gradients.py: all of them; gradient_bytes.py: where their bytes are; norms.py;
-              passing.py: their ops; coming.py: those that autograd just made;
+              passing.py: their ops; coming.py: those that autograd just made; backward.py: whether it is at it;
               rooms.py: their device memory; loans.py: that memory, lent to pages while there are none; handle.py: the
               light tensor that stands in `p.grad`; scaling.py: the loss scale of fp16
 ranks.py      agrees with other ranks on what is next; rounds.py: the end of backward passes and steps; reduction.py,
@@ -23,7 +23,7 @@ early.py      when updates begin: lazy.py with the step; eager.py, delayed.py, a
               what a step takes
 executor.py   folds the program over events; lanes.py: streams and threads that run ops; weights.py: ops on weights
 precision.py, watch.py, turns.py, measures.py: inputs of the root call; a model that was changed; threads; what a
-step took
+step took; untraced.py: functions that torch.compile leaves alone
 
 Holds no policy: what moves when is decided in program/. May import: units, tiers, kernels, comm, program, layer 0;
 never plan.

@@ -30,7 +30,7 @@ class Addressing:
         """(unit, page, first element in the page) -> where a part's arrays begin in the page."""
 
     def launch(self, page: Page, memory: Tensor, shares: Sequence[Share], quick: Quick) -> list[Share]:
-        """Those that take no more than addresses, neighbours together. Gives the rest."""
+        """Update the shares that take no more than addresses, neighbours together. Returns the others."""
         left: list[Share] = []
         together: list[Share] = []
         at: Addresses | None = None
@@ -48,8 +48,8 @@ class Addressing:
         return left + _launched(at, together, last, quick)
 
     def of(self, page: Page, memory: Tensor, share: Share, key: int) -> Addresses | None:
-        """Of a share in an update of a page that is in `memory`; None: it takes more than addresses. `key`: for
-        chance."""
+        """The addresses of a share in an update of a page that is in `memory`; None: it takes more than those. `key`:
+        for chance."""
         part, place, factors = share.part, (page[0], share.due.param), share.factors()
         if factors is None or self._masters.edits.is_watched(place, part):
             return None
@@ -78,6 +78,6 @@ class Addressing:
 
 
 def _launched(at: Addresses | None, together: list[Share], step: int, quick: Quick) -> list[Share]:
-    """Those that are not."""
+    """Update these neighbours by their addresses. Returns them where that cannot be done, else none."""
     done = at is not None and quick(at, together[0].hypers, step)
     return [] if done else together

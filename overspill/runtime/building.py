@@ -7,7 +7,6 @@ disk if they may have changed. Unlike a prepared parameter it may still get othe
 """
 
 import contextlib
-import functools
 import logging
 import sys
 import threading
@@ -23,14 +22,13 @@ from torch.utils._pytree import tree_map_only
 
 from overspill.config import NvmeOption, Size, parse_nvme, parse_size
 from overspill.errors import OptionError, StateError
-from overspill.runtime.door import HANDLE, Closed, NoMasters, keeper_of
-from overspill.specs import KiB, MiB, dense_stride
+from overspill.runtime.door import HANDLE, Closed, NoMasters, keeper_of, say_once
+from overspill.specs import KiB, dense_stride
 from overspill.tiers import GrowingTier, freed_at_once, host_available
 from overspill.units.blocks import Block, Blocks
 
 SMALL = 64 * KiB
 """Parameters below this many bytes stay in memory: there is little to gain."""
-PIECE = 32 * MiB
 
 log = logging.getLogger("overspill")
 _active: list["Builder"] = []
@@ -92,14 +90,9 @@ def read_built(p: nn.Parameter, begin: int, end: int) -> Tensor:
 def _registered(module: nn.Module, name: str, p: nn.Parameter) -> None:
     """A module has got a parameter."""
     if type(p) is nn.Parameter and p.device.type not in ("cpu", "meta"):
-        _say_once(f"building leaves parameters on {p.device.type} where they are")
+        say_once("building leaves parameters on %s where they are", p.device.type)
     for builder in _active:
         builder.adopt(p)
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    log.warning(message)
 
 
 class Growing(Closed):
@@ -261,15 +254,6 @@ class Builder:
 
     def copy_of(self, p: nn.Parameter) -> Tensor | None:
         return None
-
-    # --- for whoever takes over
-
-    def pieces(self, p: nn.Parameter, piece_bytes: int = PIECE) -> Iterator[tuple[int, Tensor]]:
-        """The parameter in memory order, without bringing it back: (first element, flat tensor of its dtype, host).
-        Only to be read: pieces of what is in memory are views of it."""
-        step = max(1, piece_bytes // p.element_size())
-        for first in range(0, p.numel(), step):
-            yield first, read_built(p, first, min(first + step, p.numel()))
 
     # ---
 

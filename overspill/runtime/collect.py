@@ -17,7 +17,7 @@ from overspill.runtime.ranks import Meeting, Point, Ranks
 from overspill.specs import Sharding, Span, UnitSpec
 
 STATES_AT_MOST = 64
-"""Of one parameter, as ranks number them; one number more stands for no state."""
+"""States of one parameter, as ranks number them; one number more stands for no state."""
 DESCRIBED = STATES_AT_MOST - 1
 """Not one of a parameter's states, but what they are."""
 

@@ -30,7 +30,7 @@ class Coming:
         self._expected = [sum(p.trainable for p in unit.spec.params) for unit in units]
         self._most = sum(unit.spec.role_bytes("grad") for unit in units) // SHARE
         self._found: list[tuple[Generation, Tensor]] = []
-        """With the bytes that came."""
+        """Gradients that wait, with the bytes that came."""
         self._nbytes = 0
         self._key = (-1, -1, 0)
         """What those that wait have in common: the backward pass at whose end none will, the unit, the stream."""

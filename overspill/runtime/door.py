@@ -262,8 +262,8 @@ def _only_cast(p: nn.Parameter, value: object) -> bool:
 
 
 @functools.cache
-def _say_once(message: str, *details: object) -> None:
-    log.warning(message, *details)
+def say_once(message: str, *details: object, level: int = logging.WARNING) -> None:
+    log.log(level, message, *details)
 
 
 def _copy(p: nn.Parameter, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -343,7 +343,7 @@ class Open(Prepared):
     @data.setter
     def data(self, value: Tensor) -> None:
         if _only_cast(self, value):
-            _say_once("a prepared parameter keeps its dtype: module.to(%s) leaves it %s", value.dtype, self.dtype)
+            say_once("a prepared parameter keeps its dtype: module.to(%s) leaves it %s", value.dtype, self.dtype)
             return
         _touch(self)
         _assign(self, value)

@@ -35,7 +35,7 @@ class _Begun:
 
     gradients: list[tuple[nn.Parameter, Generation]]
     hypers: dict[int, dict[str, Any]]
-    """By group."""
+    """Hyperparameters by group."""
 
 
 class Eager:
@@ -61,7 +61,7 @@ class Eager:
         self._waiting: dict[int, dict[int, int]] = {}
         """Unit -> parameters whose gradients are there, where updates have not begun, with their bytes."""
         self._nbytes = 0
-        """Of those."""
+        """Bytes of the gradients that wait."""
         self._warned = False
 
     def no_sync(self) -> AbstractContextManager[None]:

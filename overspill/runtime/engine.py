@@ -35,7 +35,7 @@ class Planner(Protocol):
 
 
 class Engine:
-    """Built by `overspill.api`; users never see it."""
+    """Built by overspill/setup.py; users never see it."""
 
     def __init__(self, model: nn.Module, parts: Parts) -> None:
         self.model = model

@@ -37,7 +37,8 @@ lane. For ops of the compute lane both happen at once, behind the op's waits."""
 LETS_GO = frozenset((Kind.RELEASE, Kind.GRAD_DROP, Kind.PAGE_DROP, Kind.UPDATED))
 """Ops of the compute lane that let device memory go, which they do not read themselves. (GRAD_ADD does.)"""
 
-LOADED = WEIGHTS, STATES = "weights", "states"
+WEIGHTS, STATES = "weights", "states"
+LOADED = (WEIGHTS, STATES)
 """What a load may leave mixed."""
 
 
@@ -69,7 +70,7 @@ class Executor:
         self._handlers: dict[Kind, Handler] = {}
         self.tickets = Tickets()
         self._together: Ticket | None = None
-        """Of the last collective."""
+        """The ticket of the last collective."""
         self._failed: BaseException | None = None
         self.mixed: dict[str, Mixed] = {}
         """What loads that failed in the middle left. Until all values are loaded, nobody may go on with it."""

@@ -24,8 +24,7 @@ from torch import Tensor
 from overspill.errors import StateError
 from overspill.specs import ParamSpec, Span
 from overspill.trace import own_time
-
-NARROW = (torch.bfloat16, torch.float16)
+from overspill.units.layout import NARROW as NARROW
 
 
 def full_dtype(spec: ParamSpec) -> torch.dtype:
@@ -132,20 +131,20 @@ class Generation:
         self.spec = spec
         self.value = value
         self.dtype = full_dtype(spec) if value is None else value.dtype
-        """Of its bytes. See Note [Narrow and wide]."""
+        """The dtype of its bytes. See Note [Narrow and wide]."""
         self.factor = factor
         self.zero = value is None
         self.todo: list[Change] = []
         self.made = 0
         """Changes that are in its bytes already."""
         self.norms: dict[float, Tensor] = {}
-        """Of what this rank has of it."""
+        """Norms of what this rank has of it."""
         self.whole_norms: dict[float, tuple[Tensor, Tensor]] = {}
-        """Of all of it, with the norm that this rank's share had then."""
+        """Norms of all of it, with the norm that this rank's share had then."""
         self.raw_norm: Tensor | None = None
         """The norm before any change: whether all its elements are finite."""
         self.lent = False
-        """See gradients.py, Note [Lent gradients]."""
+        """Whether its bytes are lent. See gradients.py, Note [Lent gradients]."""
 
     @property
     def narrow(self) -> bool:

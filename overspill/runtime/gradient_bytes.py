@@ -36,7 +36,7 @@ class Wider(Protocol):
 
 
 Homes = Sequence[Home]
-"""Of a gradient: none where it lives on the device; two where one is kept beside the next."""
+"""The homes of a gradient: none where it lives on the device; two where one is kept beside the next."""
 
 
 class Widths:
@@ -45,7 +45,7 @@ class Widths:
     def __init__(self, wider: Wider) -> None:
         self._wider = wider
         self.widened: set[tuple[int, int]] = set()
-        """Those that have homes all the same."""
+        """Gradients that have homes all the same."""
 
     def make_ready(self, generation: Generation, span: Span | None) -> None:
         """Before anything is changed: it will be wide; with a span, that much of it."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from overspill.errors import ModelError, StateError
 from overspill.program import Grad, Lane
+from overspill.runtime.backward import in_backward
 from overspill.runtime.coming import Coming
 from overspill.runtime.executor import Executor
 from overspill.runtime.generation import NARROW, Change, Generation, check_change, full_dtype
@@ -126,19 +127,19 @@ class Gradients:
 
     def reduces(self) -> bool:
         """Whether what is added now comes from a backward pass and is to be averaged over ranks first."""
-        return self.reduced is not None and self.reduced.synced() and torch._C._current_graph_task_id() != -1
+        return self.reduced is not None and self.reduced.synced() and in_backward()
 
     def add(self, generation: Generation, value: Tensor, alpha: float, made: bool) -> None:
         """Another micro-batch contributes (`made`), or the user adds something."""
         check_change(generation)
         generation.stepped = False
         unit, spec = generation.unit, generation.spec
-        in_backward = torch._C._current_graph_task_id() != -1
+        backward = in_backward()
         if self.reduced is not None and self.reduces():
             value = self._laid_out(unit, generation.param, value if made else value.to(full_dtype(spec)) * alpha)
             self.reduced.put(generation, value, self.factor if made else None)
             return
-        if in_backward and self.reduced is not None and not generation.local:
+        if backward and self.reduced is not None and not generation.local:
             self._hold(generation)
         taken = generation.kept or unit in self._executor.state.pending
         if generation.zero and not generation.todo and not taken and made and spec.dtype in NARROW:

@@ -55,7 +55,7 @@ class UnitWork:
     left: list[Page]
     """Pages that are to be updated."""
     future: Future[Event | None] = field(default_factory=Future)
-    """Of the last page's update, when it is handed out."""
+    """The event of the last page's update, when it is handed out."""
     hurried: bool = False
     """Whether somebody waits for it."""
     patient: bool = False
@@ -65,9 +65,9 @@ class UnitWork:
     not_for_cores: set[Page] = field(default_factory=set)
     """Pages that they refused."""
     last: When = None
-    """Of the last update on the device: those before it are on the same stream."""
+    """When the last update on the device is over: those before it are on the same stream."""
     events: list[Event] = field(default_factory=list)
-    """Of pages that the cores are done with."""
+    """Events of pages that the cores are done with."""
 
     @property
     def is_issued(self) -> bool:
@@ -88,7 +88,7 @@ class Handing:
         self._passage = passage
         self._cores = cores
         self._works: list[UnitWork] = []
-        """In the order in which they came."""
+        """The units at work, in the order in which they came."""
         self._submitted = 0
         """How many came so far."""
         self._lock = threading.Lock()

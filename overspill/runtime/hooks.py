@@ -16,7 +16,6 @@ Hook objects are copied and pickled as do-nothing hooks, so that a copied or sav
 """
 
 import dataclasses
-import functools
 import gc
 import logging
 from collections import Counter
@@ -29,7 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from overspill.runtime.door import Prepared
+from overspill.runtime.backward import in_backward
+from overspill.runtime.door import Prepared, say_once
 from overspill.runtime.generation import NARROW
 from overspill.runtime.turns import Turns
 from overspill.runtime.untraced import untraced
@@ -184,13 +184,14 @@ def _on_call(module: nn.Module, units: tuple[int, ...], listener: Calls, looks: 
         own = range(begin, next_node())
         if claim(ended, own, output, listener) == len(own):
             return
-        recompute = torch._C._current_graph_task_id() != -1
+        recompute = in_backward()
         found = claim(ended, own, (output, args, kwargs, list(_kept(module))), listener)
         if found < len(own) and not recompute and looks[type(module)] < LOOKS:
             strays = list(_strays(own))
             claim(ended, own, strays, listener)
             if strays:
-                _say_once(f"{type(module).__name__} leaves tensors where only a search finds them; return them: faster")
+                what = "%s leaves tensors where only a search finds them; return them: faster"
+                say_once(what, type(module).__name__, level=logging.INFO)
             else:
                 looks[type(module)] += 1
 
@@ -273,12 +274,8 @@ def flatten_parameters(rnn: nn.RNNBase) -> None:
     if not any(isinstance(w, Prepared) for w in rnn._flat_weights):
         type(rnn).flatten_parameters(rnn)
     elif any(p.is_cuda for p in rnn.parameters()):
-        _say_once("an RNN's weights stay in the memory of their unit: cuDNN copies them at every call")
-
-
-@functools.cache
-def _say_once(what: str) -> None:
-    log.info("%s", what)
+        what = "an RNN's weights stay in the memory of their unit: cuDNN copies them at every call"
+        say_once(what, level=logging.INFO)
 
 
 def flatten(model: nn.Module) -> None:

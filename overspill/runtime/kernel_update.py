@@ -81,7 +81,7 @@ class KernelUpdate:
         (unit, page), part, param = place, share.part, share.due.param
         (step, key), format = self._number(unit, param), self._pages.spec(unit, page).format.name
         kept, *arrays = self._cached(unit, page, part, memory)
-        self._masters.current(unit, page, part, kept)
+        self._masters.current(unit, part, kept)
         rest = kept if (unit, param) in self._masters else None
         weight = self.weight(unit, part)
         for begin, end, gradient, factors in _gradients(share, executor):

@@ -22,10 +22,15 @@ from overspill.tiers import Event, recorded, streams, workers
 from overspill.trace import Recorder
 
 Work = Callable[[], None]
+"""What an op does on its lane."""
 INLINE = (Lane.UP, Lane.DOWN, Lane.UPDATE)
 """Lanes whose work on cuda is only put on a stream, which whoever hands it out can do."""
 DEVICE_CYCLES_PER_SECOND = 1_500_000_000
 """About what a GPU's clock ticks, for kernels that only take time."""
+
+
+def nothing() -> None:
+    """The work of an op that has none."""
 
 
 class Ticket:

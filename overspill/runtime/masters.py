@@ -45,7 +45,7 @@ class Masters:
 
     # --- for an update
 
-    def current(self, unit: int, page: int, part: PartSpec, kept: Tensor) -> None:
+    def current(self, unit: int, part: PartSpec, kept: Tensor) -> None:
         """Before a part is updated: what is kept of it goes with its weights."""
         place = (unit, part.param)
         if place not in self._parts:

@@ -69,7 +69,7 @@ class OwnUpdate:
         entire, weight = part.numel == spec.numel, self._units[unit].elements(part.param, part.begin, part.end)
         if (unit, part.param) in self._masters:
             kept = self._kept(unit, page, part)
-            self._masters.current(unit, page, part, kept)
+            self._masters.current(unit, part, kept)
             weight = join(weight, kept)
         elif entire and not is_wrapper(self._units[unit].params[part.param]):
             return self._units[unit].params[part.param]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from overspill.program import Key, Kind
 from overspill.runtime.executor import Executor, Handler
-from overspill.runtime.lanes import Work
+from overspill.runtime.lanes import Work, nothing
 from overspill.runtime.ring import Ring
 from overspill.specs import ModelSpec, PageSpec, PartSpec, align
 from overspill.tiers import Slot, Tier
@@ -76,7 +76,7 @@ class Pages:
     def handlers(self) -> dict[Kind, Handler]:
         return {
             Kind.STATE_FETCH: lambda op: self.fetch_into(op.slot, op.page) or (lambda: self.ring.wait(op.page)),
-            Kind.STATE_STORE: lambda op: self.store_from(op.page) or _nothing,
+            Kind.STATE_STORE: lambda op: self.store_from(op.page) or nothing,
         }
 
     def home(self, unit: int, page: int) -> Home | None:
@@ -148,7 +148,7 @@ class Pages:
         if self.home(*page) is not None:
             self._here.pop(page, None)
 
-    # --- ops, and for who passes pages through the ring by himself (passage.py)
+    # --- ops, and for what passes pages through the ring by itself (passage.py)
 
     def fetch_into(self, slot: int, page: tuple[int, int]) -> Work | None:
         """A page gets a slot; what fetches its state into it, if it has one elsewhere."""
@@ -205,6 +205,3 @@ class Pages:
             self.elsewhere.written((unit, page), memory)
         if memory.is_cuda:
             torch.cuda.current_stream(memory.device).synchronize()
-
-
-def _nothing() -> None: ...

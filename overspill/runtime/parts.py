@@ -15,6 +15,7 @@ from overspill.errors import BudgetError
 from overspill.kernels.reference import Rule
 from overspill.program import Program
 from overspill.runtime.adopt import Source, adopt
+from overspill.runtime.backward import in_backward
 from overspill.runtime.collect import Collector
 from overspill.runtime.executor import Executor
 from overspill.runtime.generation import NARROW
@@ -70,15 +71,15 @@ class Planned:
     """What the plan in force takes of the device; another one may follow it."""
 
     owned: int
-    """Without activations."""
+    """Planned bytes on the device, without activations."""
     peak: int
-    """With them."""
+    """Planned bytes on the device, with activations."""
     grads: int
-    """Of what is owned: gradients."""
+    """Bytes of gradients among what is owned."""
     others: int = 0
     """What else the process has there."""
     granted: int = 0
-    """Of what is owned: what the plan did not foresee."""
+    """Bytes among what is owned that the plan did not foresee."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +255,7 @@ class _Wider:
             return
         # For all gradients of the tier at once: they will all be summed.
         total = sum(align(self._bytes(p), BLOCK) for p in self._params(tier))
-        sums = torch._C._current_graph_task_id() != -1
+        sums = in_backward()
         wanted = Counter[TierName]({tier: total})
         wanted["device"] += limits.depth * self._ring.growth()
         self._extended[tier] = self._extend(wanted, sums)[tier]

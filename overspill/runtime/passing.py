@@ -9,10 +9,7 @@ from overspill.program import Kind, Op
 from overspill.runtime.executor import Handler
 from overspill.runtime.generation import Generation, as_bytes
 from overspill.runtime.gradient_bytes import GradientBytes
-from overspill.runtime.lanes import Work
-
-
-def _nothing() -> None: ...
+from overspill.runtime.lanes import Work, nothing
 
 
 class Passing:
@@ -87,4 +84,4 @@ class Passing:
 
     def _drop(self, op: Op) -> Work:
         generation = self.leaving.pop((op.unit, op.item), None)
-        return _nothing if generation is None else lambda: setattr(generation, "value", None)
+        return nothing if generation is None else lambda: setattr(generation, "value", None)

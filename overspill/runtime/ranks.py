@@ -78,7 +78,7 @@ class Ranks:
         self._names = names
         self.joins: dict[Meeting, Callable[[Point], None]] = {}
         self.width: Callable[[int], int] = lambda unit: 1
-        """Of a unit's gradients here: 0 wide, 1 narrow."""
+        """How wide a unit's gradients are here: 0 wide, 1 narrow."""
         self.widen: Callable[[int, int], None] = lambda unit, width: None
         self.held: Callable[[], frozenset[int]] = frozenset
         """Units that must not leave the device now."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from overspill.errors import ModelError
 from overspill.program import Mark, Need
 from overspill.runtime import hooks
+from overspill.runtime.backward import in_backward
 from overspill.runtime.copies import Copies
 from overspill.runtime.door import Closed, Open, Prepared, register, set_door
 from overspill.runtime.executor import Executor
@@ -95,12 +96,12 @@ class Residency:
         if self._visited:
             with self._executor.views:
                 self._visited = {u for u in self._visited if self._units[u].viewed}
-        running = self._behind if torch._C._current_graph_task_id() != -1 else ()
+        running = self._behind if in_backward() else ()
         return frozenset(self._visited.union(running, (u for u, depth in enumerate(self._depth) if depth)))
 
     def need(self, units: tuple[int, ...], ahead: bool = True) -> None:
         self.turns.take()
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             self.check_use(units)
         self._last = units
         self._executor(Need(units, self.phase, self.held(), ahead))
@@ -124,7 +125,7 @@ class Residency:
             # What is updated in the backward pass is not pending any more, and new before its step.
             self.check_use(units)
         if outermost and not _current(self._executor, units):
-            if torch._C._current_graph_task_id() != -1:
+            if in_backward():
                 self.check_use(units)
             self._recorder.mark("")
             self.need(units)

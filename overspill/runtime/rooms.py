@@ -31,7 +31,7 @@ class _Room:
         self._nbytes = nbytes
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.stream = stream
-        """For which it was allocated: others may write to it behind what that one did with this memory before."""
+        """The stream it was allocated for: others may write to it behind what that one did with this memory before."""
         self._as: dict[torch.dtype, Tensor] = {}
         self.taken: set[int] = set()
 
@@ -53,7 +53,7 @@ class _Place(NamedTuple):
     shape: Sequence[int]
     stride: Sequence[int]
     dtype: torch.dtype | None
-    """Of which it must be; None: what was planned for it is wider than autograd makes it."""
+    """The dtype that it must have; None: what was planned for it is wider than autograd makes it."""
 
 
 def before_it_goes(value: Tensor) -> None:

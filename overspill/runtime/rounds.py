@@ -18,6 +18,7 @@ from torch.autograd import Variable
 
 from overspill.errors import RankError
 from overspill.program import Flush, Join, Kind
+from overspill.runtime.backward import in_backward
 from overspill.runtime.gradient_bytes import GradientBytes
 from overspill.runtime.handle import GradHandle, gradient_of
 from overspill.runtime.parts import Parts
@@ -61,8 +62,7 @@ class Rounds:
         }
 
     def _phase(self) -> str:
-        backward = torch._C._current_graph_task_id() != -1
-        return f"{'backward' if backward else self._residency.phase}, step {self._steps}"
+        return f"{'backward' if in_backward() else self._residency.phase}, step {self._steps}"
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -77,7 +77,7 @@ class Rounds:
         gradients that were dropped since, so it must not be averaged with what the next pass brings. Where it was
         interrupted on some ranks only, the others would step on less than all gave: that is refused on all."""
         left = self._arrived or self._executor.state.arrived
-        if left and torch._C._current_graph_task_id() == -1:
+        if left and not in_backward():
             self._ranks.meet(Meeting.BROKEN)
             self._executor(Flush(forget=True))
             self._reduced.forget()

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.errors import StateError
+from overspill.runtime.backward import in_backward
 from overspill.runtime.hooks import tensors_in
 from overspill.tiers import Event, recorded
 
@@ -42,7 +43,7 @@ class Verdict:
     after: Event | None
     """What `told` is there after; None: it is there."""
     skipped: bool | None = None
-    """As the host knows it; None: not yet."""
+    """Whether the step was skipped, as the host knows it; None: not yet."""
     counted: list[Callable[[], None]] = field(default_factory=list)
     """What takes back that the step was counted."""
 
@@ -58,7 +59,7 @@ class LossScale:
         self.factor = self._scale.reciprocal()
         """What undoes the scale."""
         self._known = {"value": INITIAL, "good_steps": 0, "skipped": 0}
-        """As of the last verdict that the host has heard."""
+        """What was so as of the last verdict that the host has heard."""
         self._last: Verdict | None = None
         """One that it has not heard."""
         self._calls = 0
@@ -131,7 +132,7 @@ class LossScale:
         self._calls = 0
 
     def check_inside(self) -> None:
-        if not self._calls and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if not self._calls and torch.is_grad_enabled() and not in_backward():
             raise StateError(
                 "expected weights to be used inside a call of the whole model under precision='fp16', found a use "
                 "outside of it while a graph is recorded: its gradient would not be scaled; call the prepared model "

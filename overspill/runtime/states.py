@@ -242,5 +242,6 @@ def _too_large(name: str, state: Mapping[str, Any]) -> str:
     sizes = {k: tuple(v.shape) for k, v in state.items() if isinstance(v, Tensor)}
     return (
         f"expected the optimizer to keep for {name!r} what its first step on a small tensor showed, found more: "
-        f"{sizes}; a state that grows from step to step, or with a parameter's values, cannot be placed ahead"
+        f"{sizes}; a state that grows from step to step, or with a parameter's values, cannot be placed ahead: "
+        "use another optimizer"
     )

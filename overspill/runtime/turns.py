@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd import graph
 
 from overspill.errors import StateError
+from overspill.runtime.backward import in_backward
 from overspill.tiers import streams
 from overspill.trace import Recorder
 
@@ -73,7 +74,7 @@ class Turns:
 
 
 def _of_torch() -> bool:
-    return torch._C._current_graph_task_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
+    return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _inside(frame: FrameType | None, codes: frozenset[CodeType]) -> bool:

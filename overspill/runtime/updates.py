@@ -15,7 +15,7 @@ from overspill.program import Kind, Op
 from overspill.runtime.executor import Handler
 from overspill.runtime.generation import Generation, full_dtype
 from overspill.runtime.gradients import Gradients
-from overspill.runtime.lanes import Work
+from overspill.runtime.lanes import Work, nothing
 from overspill.runtime.masters import Masters
 from overspill.runtime.pages import Pages
 from overspill.runtime.rooms import before_it_goes
@@ -207,7 +207,7 @@ class Updates:
 
     def handlers(self) -> dict[Kind, Handler]:
         return {
-            Kind.DUE: lambda op: _nothing,
+            Kind.DUE: lambda op: nothing,
             Kind.PAGE_GRADS: self._fetch,
             Kind.UPDATE: self._run,
             Kind.UPDATED: self._let_go,
@@ -335,9 +335,6 @@ class Updates:
             self._pages.drop(op.unit, op.item)
 
         return drop
-
-
-def _nothing() -> None: ...
 
 
 def _copy(to: Tensor, source: Tensor) -> None:

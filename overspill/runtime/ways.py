@@ -15,7 +15,7 @@ from overspill.runtime.lanes import DEVICE_CYCLES_PER_SECOND, Lanes, Work
 from overspill.tiers import Event, in_one_go, recorded
 
 When = Event | None
-"""None: it is over, as everything is at once without a GPU."""
+"""The event behind what is awaited; None: it is over, as everything is at once without a GPU."""
 GAP_PAGES = 3
 GAP_SECONDS = 20e-6
 """See Note [Gaps]."""

@@ -2,7 +2,16 @@
 
 A tier hands out slots and moves raw bytes between a slot and a tensor; it knows
 nothing of parameters, units or plans. Order and events are the caller's business.
-May be imported here: `overspill.errors`, `specs`, `config`, `trace`, `native`, `cgroups`, this folder, torch.
+May be imported here: layer 0, this folder, torch.
+
+base.py       what every tier has in common
+device.py     memory that compute works in; resident.py: the device as a home of weights
+host.py       one arena of exact size; malloc.py: the C library's memory; numa.py: what is near a GPU
+nvme.py       slots in files; spillfile.py: these files; growing.py: files of a size that is not known ahead
+null.py       keeps nothing
+driver.py     copies and events by CUDA's driver; streams.py: streams by their addresses
+probe.py      how much is free where; rates.py: how fast the machine is; known.py: what was measured of it
+threads.py    threads with small stacks
 
 - slot: a fixed place in a tier, given out once and never given back, but to a growing tier.
 - arena: one anonymous memory map of exact size, page-locked once if asked.
@@ -18,7 +27,7 @@ from overspill.tiers.malloc import freed_at_once
 from overspill.tiers.null import NullTier
 from overspill.tiers.numa import cores_near, node_of, stay_on
 from overspill.tiers.nvme import NvmeTier, check_folder
-from overspill.tiers.probe import device_available, disk_free, host_available, resident_bytes
+from overspill.tiers.probe import device_available, disk_free, host_available
 from overspill.tiers.resident import DeviceTier
 from overspill.tiers.threads import workers
 
@@ -45,7 +54,6 @@ __all__ = [
     "no_budgets",
     "node_of",
     "recorded",
-    "resident_bytes",
     "share_one_heap",
     "stay_on",
     "workers",

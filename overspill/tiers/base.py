@@ -55,6 +55,6 @@ def check_bytes(tier: str, slot: Slot, tensor: Tensor) -> None:
 def no_room(tier: str, capacity: int, used: int, asked: int) -> str:
     """The message for a slot that does not fit."""
     return (
-        f"the {tier} tier has a capacity of {capacity} bytes, {used} are used, and {asked} more were asked for; "
+        f"expected at most {capacity} bytes on the {tier} tier, found that {used} are used and {asked} more asked for; "
         f"give it at least {used + asked} bytes"
     )

@@ -60,7 +60,7 @@ class _Driver:
     query: Any
     synchronize: Any
     play: Callable[[Sequence[int], int], int]
-    """(collected calls, stream). See Note [In one go]."""
+    """Makes collected calls on a stream: (calls, stream). See Note [In one go]."""
 
 
 @functools.cache
@@ -132,7 +132,7 @@ def _run(what: str, device: torch.device, call: Any, *given: Any) -> None:
 
 
 class _Collected(threading.local):
-    """Of this thread. See Note [In one go]."""
+    """The calls that this thread has collected. See Note [In one go]."""
 
     calls: list[int] | None = None
 
@@ -143,7 +143,7 @@ _unused: defaultdict[torch.device, list[int]] = defaultdict(list)
 
 
 class _Mark:
-    """See Note [Kept lock]."""
+    """An event of the driver's own. See Note [Kept lock]."""
 
     __slots__ = ("_device", "_driver", "_handle")
 

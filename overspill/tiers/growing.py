@@ -13,12 +13,12 @@ from pathlib import Path
 from torch import Tensor
 
 from overspill.errors import StateError, TierError
-from overspill.specs import MiB, align
+from overspill.specs import BLOCK, MiB, align
 from overspill.tiers.base import Slot, check_bytes
 from overspill.tiers.host import Arena
 from overspill.tiers.nvme import check_folder
 from overspill.tiers.probe import disk_free
-from overspill.tiers.spillfile import BLOCK, SpillFile, sweep
+from overspill.tiers.spillfile import SpillFile, sweep
 
 EXTENT = 256 * MiB
 """How much a file grows at once, where the disk and the limit have that much: few system calls, few fragments."""

@@ -44,7 +44,7 @@ class Arena:
         self.view = memoryview(bytearray())
         self.tensor = torch.empty(0, dtype=torch.uint8)  # uint8 [nbytes], host
         self._locked: list[tuple[int, int]] = []
-        """(address, the device whose copies it is for)"""
+        """What is page-locked: (address, the device whose copies it is for)."""
         self._finalizer: Callable[[], object] | None = None
         if self.nbytes == 0:
             return

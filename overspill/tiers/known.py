@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 DISK = ("disk_read", "disk_write")
-"""Those of one folder; the others are of the machine."""
+"""The rates of one folder; the others are of the machine."""
 _ENTRY = frozenset({"date", "rates", "disks"})
 
 
@@ -30,17 +30,19 @@ class Rates:
     in_place: float | None = None
     """Bytes that all cores read and write of three arrays in place, as an update does with master and moments."""
     disk_read: float | None = None
+    """Bytes read from the disk, past the page cache."""
     disk_write: float | None = None
-    """Bytes past the page cache."""
+    """Bytes written to the disk, past the page cache."""
     matmul: float | None = None
     """Floating-point operations of a bf16 matrix product."""
     update: float | None = None
     """Elements that an AdamW update of overspill passes over, where everything is on the device."""
     cores: float | None = None
-    """Elements that it passes over where everything is in host memory, by all cores; of exact states."""
+    """Elements that such an update passes over where everything is in host memory, by all cores; of exact states."""
     cores_bf16: float | None = None
+    """The same, of states in bf16."""
     cores_compact: float | None = None
-    """The same, of states in these formats."""
+    """The same, of compact states."""
 
 
 def by_format(rates: Rates) -> dict[str, float | None]:

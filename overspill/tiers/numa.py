@@ -15,9 +15,9 @@ log = logging.getLogger("overspill")
 
 _NODES, _PCI = Path("/sys/devices/system/node"), Path("/sys/bus/pci/devices")
 _MBIND = {"x86_64": 237, "aarch64": 235}
-"""Numbers of the system call; glibc has no function for it."""
+"""The numbers of the system call mbind by machine; glibc has no function for it."""
 _PREFERRED = 1
-"""That node's memory as long as it has some, then that of others."""
+"""mbind's policy: a node's memory as long as it has some, then that of others."""
 
 
 def node_of(device: torch.device, nodes: Path = _NODES, pci: Path = _PCI) -> int | None:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from overspill.errors import StateError, TierError
-from overspill.specs import align
+from overspill.specs import BLOCK, align
 from overspill.tiers.base import Slot, check_bytes, no_room
 from overspill.tiers.host import Arena
 from overspill.tiers.probe import disk_free
-from overspill.tiers.spillfile import BLOCK, SpillFile, sweep
+from overspill.tiers.spillfile import SpillFile, sweep
 from overspill.tiers.threads import workers
 
 _IO_THREADS = 4
@@ -111,11 +111,6 @@ class NvmeTier:
             self._incoming = owned.enter_context(contextlib.closing(_Staging(staging_bytes, pin, "read")))
             self._outgoing = owned.enter_context(contextlib.closing(_Staging(staging_bytes, pin, "write")))
             self._finalizer = weakref.finalize(self, _close_in_maker, owned.pop_all(), os.getpid())
-
-    @property
-    def staging_bytes_total(self) -> int:
-        """Host memory that the staging takes; it counts against the host budget."""
-        return self._incoming.nbytes + self._outgoing.nbytes
 
     def reserve(self, nbytes: int) -> Slot:
         """Hand out a place at a multiple of 4096 bytes; TierError when the capacity is exceeded."""

@@ -39,11 +39,6 @@ def device_available(device: torch.device) -> int:
     raise OptionError(f"expected a cuda or cpu device, found {str(device)!r}; move the model to one of these")
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    return int((_PROC / "self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-
 def _memory_available(proc: Path) -> int:
     for line in (proc / "meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

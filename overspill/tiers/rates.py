@@ -35,7 +35,9 @@ def link(device: torch.device) -> dict[str, float]:
         return {}
     room = 2 * _PAGES * PAGE
     if host_available() < 2 * room:
-        raise OptionError(f"expected {2 * room} bytes of host memory to measure the link, found {host_available()}")
+        raise OptionError(
+            f"expected {2 * room} bytes of host memory to measure the link, found {host_available()}; free some"
+        )
     arenas = [Arena(_PAGES * PAGE) for _ in range(2)]
     try:
         for arena in arenas:

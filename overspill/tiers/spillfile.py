@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 from overspill.errors import TierError
+from overspill.specs import BLOCK
 
-BLOCK = 4096  # offset, length and address of every transfer are multiples of it, as O_DIRECT asks
 _NAME = "overspill-"
 _BORN = ".overspill-new-"
 _BORN_SECONDS = 60

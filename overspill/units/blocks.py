@@ -120,7 +120,7 @@ class Blocks:
         """Some of its bytes, uint8, from wherever they are."""
         if block.here:
             return block.flat[begin : begin + nbytes]
-        assert block.slot is not None
+        assert block.slot is not None, "a block that is neither here nor on the disk"
         out = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._tier.load(block.slot, out, begin)
         return out
@@ -139,7 +139,7 @@ class Blocks:
         self._resident -= block.nbytes
 
     def _bring(self, block: Block) -> None:
-        assert block.slot is not None
+        assert block.slot is not None, "a block that is neither here nor on the disk"
         block.flat.untyped_storage().resize_(block.nbytes)
         self._resident += block.nbytes
         try:

@@ -31,7 +31,7 @@ CURES = (
 _PATTERN = 0xA5
 _NO_MARKS = ("_is_hf_initialized", "_overspill")
 _COPIES = 3
-"""Of the values that are made, what initialisers and checks may take in all."""
+"""What initialisers and checks may take in all, as a multiple of the values that are made."""
 _HOST = torch.device("cpu")
 
 Step = tuple[nn.Module, nn.Module | None]
@@ -207,7 +207,7 @@ def _reset_parametrized(module: nn.Module) -> None:
     """Initialise a stand-in without parametrizations, then let these take their own tensors from its values."""
     plain_type = parametrize.type_before_parametrizations(module)
     lists = module.parametrizations
-    assert isinstance(lists, nn.ModuleDict)
+    assert isinstance(lists, nn.ModuleDict), f"parametrizations in a {type(lists).__name__}"
     plain: nn.Module = object.__new__(plain_type)
     values = {}
     for name in lists:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from overspill.errors import ModelError
-from overspill.specs import MiB, ModelSpec, ParamSpec, Sharding, StateFormat, UnitSpec, align, dense_stride
+from overspill.specs import ModelSpec, ParamSpec, Sharding, StateFormat, UnitSpec, align, dense_stride
 from overspill.units.local import local_of
 from overspill.units.pages import cut
 from overspill.units.stripes import Member, arrange, owned, share
@@ -97,7 +97,7 @@ def wide_parameters(model: nn.Module) -> set[int]:
     return {id(p) for m in norms for p in m.parameters(recurse=False)}
 
 
-def lay_out(model: nn.Module, forms: Forms, page_bytes: int = 64 * MiB) -> Layout:
+def lay_out(model: nn.Module, forms: Forms, page_bytes: int) -> Layout:
     """Cut `model` into units."""
     groups = _merge_left_over(_groups(model))
     owner = {id(p): i for i, group in enumerate(groups) for _, p in group.params}

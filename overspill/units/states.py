@@ -57,7 +57,9 @@ class StateProbe:
 
     def _run(self, group: int, p: nn.Parameter, dims: int) -> list[tuple[tuple[int, ...], int]]:
         if dims > len(PRIMES):
-            raise ModelError(f"expected parameters of at most {len(PRIMES)} dimensions, found one of {dims}")
+            raise ModelError(
+                f"expected parameters of at most {len(PRIMES)} dimensions, found one of {dims}; fold some into one"
+            )
         dtype = torch.float32 if p.is_floating_point() else p.dtype
         tiny = nn.Parameter(torch.ones(PRIMES[:dims], dtype=dtype))
         tiny.grad = torch.ones_like(tiny)

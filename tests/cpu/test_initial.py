@@ -58,7 +58,8 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 def fill_by_units(model: nn.Module) -> dict[str, Tensor]:
     initialiser = Initialiser(model)
-    layout = lay_out(model, Forms(weight=None, grad=None, state=StateFormat(), state_bytes=lambda p, shape: 0))
+    forms = Forms(weight=None, grad=None, state=StateFormat(), state_bytes=lambda p, shape: 0)
+    layout = lay_out(model, forms, page_bytes=64 << 20)
     values: dict[str, Tensor] = {}
     for unit, params in zip(layout.spec.units, layout.params, strict=True):
         named = [(spec.name, p) for spec, p in zip(unit.params, params, strict=True) if p.is_meta]

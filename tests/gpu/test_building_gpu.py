@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import overspill
-from overspill.runtime import building as module
 from overspill.runtime.building import builder_of, building
+from overspill.runtime.door import say_once
 from overspill.units.initial import Initialiser
 from tests.reference import differing
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_parameters_on_cuda_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    module._say_once.cache_clear()
+    say_once.cache_clear()
     with building(nvme=tmp_path, keep=1):
         models = [nn.Linear(300, 400, device="cuda"), nn.Linear(300, 400, device="cuda"), nn.Linear(300, 400).cuda()]
     for model in models:
