@@ -16,6 +16,10 @@ _BY: dict[Hands, str] = {
     "host": "by the host's cores",
 }
 
+LEFT = "left by what moved in"
+"""A line of host memory, or of disks: what they held by an earlier plan. They are taken once and given back when the
+model is closed, so it stays taken, for whatever moves out again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -61,6 +65,10 @@ class Plan:
 
     def bytes_of(self, tier: TierName, role: str) -> int:
         return sum(line.nbytes for line in self.lines if line.tier == tier and line.what == role)
+
+    def taken(self, tier: TierName) -> int:
+        """What roles have of a tier, or had before they moved in."""
+        return sum(self.bytes_of(tier, what) for what in (*ROLES, LEFT))
 
     def to_json(self) -> str:
         """All of it, for the run's folder."""
