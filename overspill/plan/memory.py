@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from overspill.plan.hands import STREAMED, Chosen
-from overspill.plan.plan import LEFT, Line, Plan
+from overspill.plan.plan import LEFT, UNPLANNED, Line, Plan
 from overspill.plan.simulate import Simulated, simulate
 from overspill.program import WAITING, Program
 from overspill.specs import (
@@ -116,14 +116,15 @@ def lines_elsewhere(request: Request, placements: tuple[Placement, ...], staging
 
 
 def as_first(request: Request, made: Plan) -> Plan:
-    """A plan that came after another one, for a model that has nothing yet: nothing is left by what moved in."""
-    if not any(line.what == LEFT for line in made.lines):
+    """A plan as it was reported, for a model that has nothing yet: nothing is left by what moved in, and nothing was
+    taken beyond it."""
+    if not any(line.what in (LEFT, UNPLANNED) for line in made.lines):
         return made
     uses_nvme = any(made.bytes_of("nvme", role) for role in ROLES)
     staging = made.staging if uses_nvme else 0
     elsewhere = lines_elsewhere(request, made.placements, staging, made.bytes_of("host", "updates on cores"))
-    lines = (*(line for line in made.lines if line.tier == "device"), *(line for line in elsewhere if line.nbytes))
-    return replace(made, lines=lines, staging=staging)
+    device = [line for line in made.lines if line.tier == "device" and line.what != UNPLANNED]
+    return replace(made, lines=(*device, *(line for line in elsewhere if line.nbytes)), staging=staging)
 
 
 def device_lines(request: Request, placements: tuple[Placement, ...], limits: Limits) -> list[Line]:

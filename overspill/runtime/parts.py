@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,7 +67,7 @@ class Materials:
 
 @dataclass(slots=True)
 class Planned:
-    """What the plan in force takes of the device; another one may follow it."""
+    """What the plan in force takes of the device, and what was taken beyond it; another one may follow it."""
 
     owned: int
     """Without activations."""
@@ -77,8 +77,8 @@ class Planned:
     """Of what is owned: gradients."""
     others: int = 0
     """What else the process has there."""
-    granted: int = 0
-    """Of what is owned: what the plan did not foresee."""
+    granted: Counter[TierName] = field(default_factory=Counter)
+    """What the plan did not foresee, by tier; on the device it is owned, too."""
 
 
 @dataclass(frozen=True, slots=True)
