@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("overspill")
 
 HOMES: tuple[TierName, ...] = ("host", "nvme")
+LATER = ("activations", "grad", "gradients before their update")
+"""Of the device, what nobody has before the first step."""
 LEFT = 64 * MiB
 """Of the machine's memory, for whatever else the process takes while it is filled."""
 STAGING = 2**20
@@ -231,7 +233,8 @@ def build_engine(
         # Only now: it takes time, and plans do without it.
         from overspill.loading import source_of
 
-        source = source_of(model, chosen.weights, (device, made.bytes_of("device", "activations")), comm)
+        room = sum(made.bytes_of("device", what) for what in LATER)
+        source = source_of(model, chosen.weights, (device, room), comm)
         materials = Materials(device, optimizer, update_rule(optimizer, chosen), source, extend, comm)
         program = dataclasses.replace(made.program, eager=chosen.update != "lazy")
         built = build(laid_out, program, tiers, materials)
