@@ -304,6 +304,7 @@ def _ranks(engine: Engine) -> dict[str, Any]:
 def _report(engine: Engine, made: Plan) -> dict[str, Any]:
     homes: dict[str, dict[str, int]] = {}
     scale = engine.parts.scale.state() if engine.parts.scale else {"value": None, "skipped": 0}
+    made = made.beside(engine.parts.planned.granted)
     for line in made.lines:
         homes.setdefault(line.tier, {})[line.what] = line.nbytes
     return {

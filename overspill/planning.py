@@ -18,13 +18,14 @@ from overspill.errors import BudgetError, OptionError, OverspillError, RankError
 from overspill.forms import dtypes_of, forms_of
 from overspill.measured import Measured
 from overspill.plan.hands import Chosen
-from overspill.plan.memory import Request
+from overspill.plan.memory import Request, as_first
 from overspill.plan.plan import Plan
 from overspill.plan.solver import finish, improve, page_sizes, resident_page_size, solve, timed
 from overspill.runtime import parts
 from overspill.runtime.updates import as_text
 from overspill.specs import (
     ROLES,
+    TIERS,
     Activations,
     Budget,
     Limits,
@@ -223,7 +224,7 @@ def _plan_at(
                 "expected place= to be a plan of this model and optimizer with the same precision, micro_batches, "
                 "update and kernels, found another; plan anew with these keywords"
             )
-        return laid_out, timed(request, _within(given, budget, chosen))
+        return laid_out, timed(request, _within(as_first(request, given), budget, chosen))
     if chosen.place and "nvme" in chosen.place.values() and not chosen.nvme:
         raise OptionError('expected nvme= with place= on nvme, found none; give a path on a fast disk: nvme="/scratch"')
     refused: BudgetError | None = None
@@ -300,8 +301,9 @@ def rearranged(
 
 
 def _again(made: Plan, request: Request) -> Request:
-    """What is asked for another plan, by those who were there for the first one."""
-    return dataclasses.replace(request, chosen=Chosen(made.limits.hands, made.why, kept=True))
+    """What is asked for another plan, by those who were there for the first one, beside what that one took."""
+    taken = {tier: made.taken(tier) for tier in TIERS[1:]}
+    return dataclasses.replace(request, chosen=Chosen(made.limits.hands, made.why, kept=True), taken=taken)
 
 
 def _alike(one: ModelSpec, other: ModelSpec) -> bool:

@@ -205,7 +205,7 @@ def come_into_force(engine: Engine, plan: Plan) -> None:
     with torch.inference_mode(False), torch.no_grad():
         _move(engine, plan)
     planned = engine.parts.planned
-    planned.owned, planned.grads = _owned(plan) + planned.granted, plan.bytes_of("device", "grad")
+    planned.owned, planned.grads = _owned(plan) + planned.granted["device"], plan.bytes_of("device", "grad")
     planned.peak = plan.peak("device")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,7 @@ from overspill.config import DTYPES, Options, parse_nvme
 from overspill.errors import BudgetError, ModelError, OptionError, StateError
 from overspill.forms import update_rule
 from overspill.kernels.masters import KEPT
+from overspill.plan.memory import tracking_bytes
 from overspill.plan.plan import Plan
 from overspill.planning import ELEMENTWISE, Ground
 from overspill.runtime.building import builder_of, span_of
@@ -48,10 +50,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("overspill")
 
 HOMES: tuple[TierName, ...] = ("host", "nvme")
+LATER = ("activations", "grad", "gradients before their update")
+"""Of the device, what nobody has before the first step."""
 LEFT = 64 * MiB
 """Bytes of the machine's memory that are left for whatever else the process takes while it is filled."""
 STAGING = 2**20
-"""Bytes of staging for the disk room that is taken beyond the plan."""
+"""Bytes of each of two buffers beside the disk room that is taken beyond the plan."""
 SEPARABLE = ELEMENTWISE | {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
 """torch's optimizers that treat every parameter by itself."""
 
@@ -233,7 +237,8 @@ def build_engine(
         # Only now: it takes time, and plans do without it.
         from overspill.loading import source_of
 
-        source = source_of(model, chosen.weights, (device, made.bytes_of("device", "activations")), comm)
+        room = sum(made.bytes_of("device", what) for what in LATER)
+        source = source_of(model, chosen.weights, (device, room), comm)
         materials = Materials(device, optimizer, update_rule(optimizer, chosen), source, extend, comm)
         program = dataclasses.replace(made.program, eager=chosen.update != "lazy")
         built = build(laid_out, program, tiers, materials)
@@ -280,13 +285,16 @@ class _Extend:
 
     def __call__(self, wanted: Mapping[TierName, int], sums: bool) -> dict[TierName, Tier | None]:
         wanted = {tier: nbytes for tier, nbytes in wanted.items() if nbytes}
-        for tier, nbytes in wanted.items():
+        taken = Counter[TierName](wanted)
+        if "nvme" in wanted:
+            taken += Counter({"host": 2 * STAGING, "nvme": tracking_bytes(wanted["nvme"])})
+        for tier, nbytes in taken.items():
             self._check(tier, nbytes, sums)
         made: dict[TierName, Tier | None] = {"device": None}
         with current(self._device):
             made |= {tier: self._more(tier, nbytes) for tier, nbytes in wanted.items() if tier != "device"}
         self._planned.owned += wanted.get("device", 0)
-        self._planned.granted += wanted.get("device", 0)
+        self._planned.granted += taken
         return made
 
     def _check(self, tier: TierName, nbytes: int, sums: bool) -> None:

@@ -309,6 +309,8 @@ def test_asserts_have_a_message() -> None:
 
 SIGNS = ("expected", "found", ";")
 """What an error for the user says: what was expected, what was found and, behind a semicolon, what to do."""
+
+
 def error_texts(module: Module) -> Iterator[tuple[ast.Call, ast.expr]]:
     """Every text that an error of overspill.errors is made with, and the call that says it."""
     kinds = {node.name for node in modules()[f"{NAME}.errors"].tree.body if isinstance(node, ast.ClassDef)}

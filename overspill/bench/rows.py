@@ -35,6 +35,9 @@ def row_of(job: Job, engine: Engine, outcome: Outcome) -> Row:
         return row
     row |= outcome.result
     row["host"] |= host_peaks(row["host"], row.pop("host_own_peak"))
+    # See watching.py, Note [Before set-up].
+    row["host"]["before_set_up"] = row.pop("host_before")
+    row["host"]["grown"] = row["host"]["resident"] - row["host"]["before_set_up"]
     row["host_bytes_per_parameter"] = row["host"]["used"] / row["parameters"]
     row["gpu_peak"] = gpu_peak(row["gpu"])
     return row

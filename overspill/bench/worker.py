@@ -22,7 +22,7 @@ from overspill.bench.engines import Ready
 from overspill.bench.jobs import Job, read_job
 from overspill.bench.models import Batches
 from overspill.bench.peers import ENGINES
-from overspill.bench.watching import forget_own_peak, own_peak
+from overspill.bench.watching import forget_own_peak, own_now, own_peak
 from overspill.cli import text_model
 from overspill.cli.loop import compute_device
 from overspill.config import Size, parse_size
@@ -85,12 +85,14 @@ def train(job: Job, events: Events) -> dict[str, Any]:
     phases.begin("load")
     models.build(training, torch.bfloat16, torch.device("meta"))  # imports it all, which is nobody's set-up
     engine.load()
+    timing.wait(device)  # CUDA's context is nobody's either
     cap_gpu(job.cap, device)
     phases.begin("build")
     model = engine.build(job, device)
     count, vocabulary = models.parameters(model), text_model.vocabulary(model)
     gc.collect()
     forget_own_peak()
+    before = own_now()
     phases.begin("set-up")
     ready = engine.set_up(model, job)
     del model
@@ -115,6 +117,7 @@ def train(job: Job, events: Events) -> dict[str, Any]:
         "seconds": phases.seconds,
         "gpu": phases.gpu,
         "host_own_peak": own_peak(),
+        "host_before": before,
         "report": ready.report(),
         **timed.to_dict(),
     }

@@ -1,12 +1,12 @@
-"""What a plan takes on the device, line by line, beside activations; and what roles take on each tier."""
+"""What a plan takes, line by line, but for activations."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from overspill.plan.hands import STREAMED, Chosen
-from overspill.plan.plan import Line
+from overspill.plan.plan import LEFT, UNPLANNED, Line, Plan
 from overspill.plan.simulate import Simulated, simulate
 from overspill.program import WAITING, Program
 from overspill.specs import (
@@ -16,7 +16,9 @@ from overspill.specs import (
     TIERS,
     Activations,
     Budget,
+    KiB,
     Limits,
+    MiB,
     ModelSpec,
     ParamSpec,
     Placement,
@@ -38,6 +40,7 @@ KERNEL_WORKSPACE = 10
 CODEC_WORKSPACE = 30
 """More such arrays where states are kept in less than fp32: integers of 8 bytes, above all."""
 NVME_BLOCK = BLOCK
+STAGING = (128 * KiB, 8 * MiB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,8 @@ class Request:
     """Whether updates run all through a step, or in its first forward pass."""
     locals: int = 1
     """Ranks that share the machine's host memory and disks; the budget has one's share."""
+    taken: Mapping[TierName, int] = field(default_factory=dict)
+    """What an earlier plan took elsewhere than on the device, and the model has until it is closed."""
 
 
 def taken_bytes(unit: UnitSpec, role: Role, tier: TierName) -> int:
@@ -84,6 +89,43 @@ def taken_bytes(unit: UnitSpec, role: Role, tier: TierName) -> int:
 def bytes_on(model: ModelSpec, placements: tuple[Placement, ...], role: Role, tier: TierName) -> int:
     pairs = zip(model.units, placements, strict=True)
     return sum(taken_bytes(u, role, tier) for u, p in pairs if p.of(role) == tier)
+
+
+def staging_bytes(host: int) -> int:
+    """Of each of the two buffers through which nvme is read and written."""
+    return min(max(align(host // 32, NVME_BLOCK), STAGING[0]), STAGING[1])
+
+
+def tracking_bytes(total: int) -> int:
+    """Blocks that a file system may charge to a file of so many bytes for keeping track of its extents."""
+    return NVME_BLOCK * (2 + total // (32 * MiB)) if total else 0
+
+
+def lines_elsewhere(request: Request, placements: tuple[Placement, ...], staging: int, cores: int) -> list[Line]:
+    """Everything in host memory and on disks. `cores`: what updates by the host's cores take there."""
+    lines = []
+    for tier in TIERS[1:]:
+        own = [Line(tier, role, bytes_on(request.model, placements, role, tier)) for role in ROLES]
+        lines += [*own, Line(tier, LEFT, max(0, request.taken.get(tier, 0) - sum(line.nbytes for line in own)))]
+    on_disk = sum(line.nbytes for line in lines if line.tier == "nvme")
+    return [
+        *lines,
+        Line("host", "nvme staging", 2 * staging),
+        Line("host", "updates on cores", cores),
+        Line("nvme", "file system", tracking_bytes(on_disk)),
+    ]
+
+
+def as_first(request: Request, made: Plan) -> Plan:
+    """A plan as it was reported, for a model that has nothing yet: nothing is left by what moved in, and nothing was
+    taken beyond it."""
+    if not any(line.what in (LEFT, UNPLANNED) for line in made.lines):
+        return made
+    uses_nvme = any(made.bytes_of("nvme", role) for role in ROLES)
+    staging = made.staging if uses_nvme else 0
+    elsewhere = lines_elsewhere(request, made.placements, staging, made.bytes_of("host", "updates on cores"))
+    device = [line for line in made.lines if line.tier == "device" and line.what != UNPLANNED]
+    return replace(made, lines=(*device, *(line for line in elsewhere if line.nbytes)), staging=staging)
 
 
 def device_lines(request: Request, placements: tuple[Placement, ...], limits: Limits) -> list[Line]:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from overspill.plan.hands import hands_of
@@ -15,6 +16,13 @@ _BY: dict[Hands, str] = {
     "split": "by the device as they pass, and by the host's cores, until both meet",
     "host": "by the host's cores",
 }
+
+LEFT = "left by what moved in"
+"""A line of host memory, or of disks: what they held by an earlier plan. They are taken once and given back when the
+model is closed, so it stays taken, for whatever moves out again."""
+
+UNPLANNED = "gradients that were not planned"
+"""A line of what was taken beyond the plan, but within its budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,19 @@ class Plan:
 
     def bytes_of(self, tier: TierName, role: str) -> int:
         return sum(line.nbytes for line in self.lines if line.tier == tier and line.what == role)
+
+    def taken(self, tier: TierName) -> int:
+        """What roles have of a tier, or had before they moved in."""
+        return sum(self.bytes_of(tier, what) for what in (*ROLES, LEFT))
+
+    def beside(self, unplanned: Mapping[TierName, int]) -> "Plan":
+        """With what was taken beyond it. On the device activations give up what the budget has no room for."""
+        if not any(unplanned.values()):
+            return self
+        over = max(0, self.peak("device") + unplanned.get("device", 0) - self.budget.device)
+        lines = [replace(x, nbytes=x.nbytes - over) if x.what == "activations" else x for x in self.lines]
+        more = [Line(tier, UNPLANNED, nbytes) for tier, nbytes in unplanned.items() if nbytes]
+        return replace(self, lines=(*lines, *more))
 
     def to_json(self) -> str:
         """The whole plan, for the run's folder."""

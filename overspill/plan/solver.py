@@ -14,7 +14,18 @@ from dataclasses import replace
 
 from overspill.errors import BudgetError
 from overspill.plan.hands import STREAMED, Chosen, is_shareable
-from overspill.plan.memory import NVME_BLOCK, Request, bytes_on, device_lines, first_of, simulated, taken_bytes
+from overspill.plan.memory import (
+    STAGING,
+    Request,
+    bytes_on,
+    device_lines,
+    first_of,
+    lines_elsewhere,
+    simulated,
+    staging_bytes,
+    taken_bytes,
+    tracking_bytes,
+)
 from overspill.plan.plan import Line, Plan
 from overspill.program import Lane
 from overspill.specs import (
@@ -28,7 +39,6 @@ from overspill.specs import (
     Placement,
     Role,
     TierName,
-    align,
     human,
     ring_slot_bytes,
     staged_bytes,
@@ -48,7 +58,6 @@ WORTH_LENDING = 2
 """How many times as many bytes as gradients must pass for their room to be lent to pages (runtime/loans.py): of fewer,
 it is not the link that holds the model up but who hands them out, and nobody can hand them out far ahead of the GPU
 into room that the model must leave first."""
-STAGING = (128 * KiB, 8 * MiB)
 PAGE = (64 * KiB, 128 * MiB)
 LARGE_PAGE = 1024 * MiB
 """Of states that live on the device and pass nowhere."""
@@ -137,8 +146,8 @@ def _lean(model: ModelSpec) -> tuple[Placement, ...]:
 def _fill(request: Request, room: int, host: int) -> tuple[Placement, ...] | None:
     """Spend the device's room in the order of what a byte saves, then the host's, then nvme's; None if it is full."""
     model, nvme = request.model, request.budget.nvme
-    staging = 2 * _staging_bytes(host) if nvme else 0
-    left: dict[TierName, int] = {"device": room, "host": host - staging, "nvme": nvme - _tracking(nvme)}
+    staging = 2 * staging_bytes(host) if nvme else 0
+    left: dict[TierName, int] = {"device": room, "host": host - staging, "nvme": nvme - tracking_bytes(nvme)}
     homes: dict[tuple[int, Role], TierName] = {}
     for role in ROLES:
         for index, unit in enumerate(model.units):
@@ -148,10 +157,6 @@ def _fill(request: Request, room: int, host: int) -> tuple[Placement, ...] | Non
             homes[index, role] = fits[0]
             left[fits[0]] -= taken_bytes(unit, role, fits[0])
     return tuple(Placement(*(homes[i, role] for role in ROLES)) for i in range(len(model.units)))
-
-
-def _staging_bytes(host: int) -> int:
-    return min(max(align(host // 32, NVME_BLOCK), STAGING[0]), STAGING[1])
 
 
 # --- the device
@@ -273,16 +278,11 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
     )
     # Once they are known, all that nobody else needs is theirs: torch's allocator takes it before it looks for holes.
     lines.append(Line("device", "activations", rest if request.activations is not None else min(activations, rest)))
-    uses_nvme = any(p.of(role) == "nvme" for p in placements for role in ROLES)
-    staging = _staging_bytes(budget.host) if uses_nvme else 0
+    uses_nvme = any(p.of(role) == "nvme" for p in placements for role in ROLES) or request.taken.get("nvme", 0)
+    staging = staging_bytes(budget.host) if uses_nvme else 0
     chosen, cores = _shared(request, placements, limits, staging)
     limits = replace(limits, hands=chosen.hands)
-    elsewhere: tuple[TierName, ...] = ("host", "nvme")
-    for tier in elsewhere:
-        lines += [Line(tier, role, bytes_on(model, placements, role, tier)) for role in ROLES]
-    lines.append(Line("host", "nvme staging", 2 * staging))
-    lines.append(Line("host", "updates on cores", cores))
-    lines.append(Line("nvme", "file system", _tracking(sum(line.nbytes for line in lines if line.tier == "nvme"))))
+    lines += lines_elsewhere(request, placements, staging, cores)
     if owned + _largest(model) > budget.device:
         raise _too_small(request, owned + _largest(model), placements)
     plan = Plan(
@@ -341,11 +341,6 @@ def timed(request: Request, made: Plan) -> Plan:
     first = Passing() if request.spread else behind(*first_of(request, made.placements, made.limits))
     found = times_of(request.pace, passing, first)
     return replace(made, times=found, untimed="" if found is not None else request.unknown)
-
-
-def _tracking(total: int) -> int:
-    """Blocks that a file system may charge to a file of so many bytes for keeping track of its extents."""
-    return NVME_BLOCK * (2 + total // (32 * MiB)) if total else 0
 
 
 # --- refusals

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,7 +68,7 @@ class Materials:
 
 @dataclass(slots=True)
 class Planned:
-    """What the plan in force takes of the device; another one may follow it."""
+    """What the plan in force takes of the device, and what was taken beyond it; another one may follow it."""
 
     owned: int
     """Planned bytes on the device, without activations."""
@@ -78,8 +78,8 @@ class Planned:
     """Bytes of gradients among what is owned."""
     others: int = 0
     """What else the process has there."""
-    granted: int = 0
-    """Bytes among what is owned that the plan did not foresee."""
+    granted: Counter[TierName] = field(default_factory=Counter)
+    """Bytes that the plan did not foresee, by tier; on the device they are owned, too."""
 
 
 @dataclass(frozen=True, slots=True)

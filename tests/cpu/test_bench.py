@@ -80,6 +80,8 @@ def test_figures_agree_with_each_other(compared: tuple[str, Path]) -> None:
         assert row["tokens_per_second"] == pytest.approx(32 / row["step_seconds"])
         assert row["model_tflops"] == pytest.approx(6 * row["parameters"] * 32 / row["step_seconds"] / 1e12)
         assert row["host"]["resident"] > 50 << 20 and row["gpu_peak"] is None
+        assert 0 < row["host"]["grown"] == row["host"]["resident"] - row["host"]["before_set_up"]
+        assert row["host"]["before_set_up"] > 50 << 20, "Python and torch"
         assert row["seconds"].keys() == {"load", "build", "set-up", "warm-up", "steps"}
     assert done["compute"]["losses"][0] == pytest.approx(done["spilled"]["losses"][0], rel=0.01), "the same tokens"
     speed = {name: row["tokens_per_second"] for name, row in done.items()}

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import overspill
+from overspill import loading
 from overspill.errors import ModelError, OverspillError
 from tests import small
 from tests.places import PLACES
@@ -182,3 +183,21 @@ def test_an_exported_folder_says_what_it_is(tmp_path: Path) -> None:
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
     values = {n: p.detach().clone() for n, p in model.named_parameters()}
     assert all(same_bits(tensors[n], v) for n, v in values.items())
+
+
+def test_first_values_have_the_room_of_all_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step neither activations nor gradients are there."""
+    found: list[int] = []
+    source_of = loading.source_of
+
+    def seen(model: Any, weights: Any, there: Any, comm: Any) -> Any:
+        found.append(there[1])
+        return source_of(model, weights, there, comm)
+
+    monkeypatch.setattr(loading, "source_of", seen)
+    with torch.device("meta"):
+        model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    model, optimizer = overspill.prepare(model, adamw(model), gpu="64MiB")
+    plan = optimizer.report()["plan"]
+    assert found == [plan.bytes_of("device", "activations") + plan.bytes_of("device", "grad")]
+    assert plan.bytes_of("device", "grad") > 0

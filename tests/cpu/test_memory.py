@@ -84,6 +84,14 @@ def test_peak_is_within_the_plan(name: str, tmp_path: Path) -> None:
     check(measure(tmp_path, CONFIGURATIONS[name]), tmp_path)
 
 
+def test_peak_is_within_a_later_plan(tmp_path: Path) -> None:
+    """What moves to the device leaves its room in host memory taken."""
+    keywords = {"gpu": "288MiB", "host": "400MiB", "precision": "bf16", "micro_batches": 2}
+    found = measure(tmp_path, keywords, seen=1 * MiB)
+    assert found["left"] > 2 * NOISE, "next to nothing moved in"
+    check(found, tmp_path)
+
+
 @pytest.mark.full
 def test_compact_states_are_within_the_plan(tmp_path: Path) -> None:
     keywords = {"gpu": "120MiB", "host": "500MiB", "states": "compact", "precision": "bf16", "micro_batches": 2}

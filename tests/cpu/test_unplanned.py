@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.errors import BudgetError
+from overspill.plan.plan import UNPLANNED
+from overspill.specs import ROLES, TIERS
 from tests import small
 from tests.places import PLACES
 from tests.ranks import run
@@ -138,6 +140,30 @@ def test_one_pass_is_not_taken_for_two(how: Callable[..., None], precision: str,
     optimizer.zero_grad()
     train(model, optimizer, stream)
     assert differing(weights(overspill.close(model)), last) == []
+
+
+@pytest.mark.parametrize("place", ["device", "host", "nvme"])
+def test_a_report_counts_what_was_taken_beyond_the_plan(place: str, tmp_path: Path) -> None:
+    model, optimizer = made(place, "bf16", tmp_path, tight=False)
+    stream, before = small.batches(), optimizer.report()["plan"]
+    small.loss_of(model, next(stream)).backward()
+    assert optimizer.report()["plan"] is before
+    small.loss_of(model, next(stream)).backward()
+    report = optimizer.report()
+    plan, homes = report["plan"], overspill.api._engine(model).parts.tiers
+    assert plan.bytes_of(place, UNPLANNED) >= 2 * sum(p.numel() for p in model.parameters())
+    assert report["peak"] == plan.peaks and report["bytes"][place][UNPLANNED] == plan.bytes_of(place, UNPLANNED)
+    for tier in TIERS:
+        assert plan.peak(tier) <= getattr(plan.budget, tier)
+        held = sum(found.capacity for name, found in homes.items() if name in (tier, f"{tier}+"))
+        assert held <= plan.peak(tier)
+        more = held - sum(before.bytes_of(tier, role) for role in ROLES)
+        assert tier == "device" or plan.peak(tier) >= before.peak(tier) + more
+    overspill.close(model)
+    model = small.build()
+    model, optimizer = overspill.prepare(model, adamw(model), nvme=tmp_path, place=plan)
+    assert not any(line.what == UNPLANNED for line in optimizer.report()["plan"].lines)
+    overspill.close(model)
 
 
 def on_ranks(case: Case) -> list[str]:
