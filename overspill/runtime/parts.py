@@ -72,7 +72,7 @@ class Planned:
     owned: int
     """Without activations."""
     peak: int
-    """With them."""
+    """With them: the most of all plans that were in force so far."""
     grads: int
     """Of what is owned: gradients."""
     others: int = 0
