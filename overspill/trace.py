@@ -2,7 +2,7 @@
 
 Note [Stamps]: on cuda work is only put on streams, so the host's clock says little. There a stamp is an event on the
 stream that the work is put on, and all are read when the record is written: spans are when the GPU did it. Lanes that
-are threads (disk, other ranks), and all of them without a GPU, have the host's clock.
+are threads (disk, other ranks, the host's cores), and all of them without a GPU, have the host's clock.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-THREADS = ("read", "write", "comm")
+THREADS = ("read", "write", "comm", "cores")
 """Lanes that the host runs, with or without a GPU."""
 MODEL = "model"
 Stamp = float | torch.cuda.Event

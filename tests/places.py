@@ -5,11 +5,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import overspill
+from overspill import replanning
 from overspill.errors import BudgetError
+from overspill.plan.plan import Plan
+from overspill.runtime.engine import Engine
 
 PLACES = {
     "device": {"weight": "device", "grad": "device", "state": "device"},
@@ -50,3 +54,15 @@ def smallest_budget(model: nn.Module, optimizer: torch.optim.Optimizer, budgets:
     except BudgetError as error:
         return int(re.search(r"\((\d+) bytes\)", str(error))[1])
     raise AssertionError("expected a budget of one byte to be refused")
+
+
+def peaks_in_force(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """On the device: that of the plan in force, and of each that comes into force from now on."""
+    peaks, come_into_force = [optimizer.report()["plan"].peak("device")], replanning.come_into_force
+
+    def comes(engine: Engine, plan: Plan) -> None:
+        peaks.append(plan.peak("device"))
+        come_into_force(engine, plan)
+
+    monkeypatch.setattr(replanning, "come_into_force", comes)
+    return peaks

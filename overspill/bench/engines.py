@@ -32,6 +32,8 @@ class Ready:
     """One whole step; returns the loss of its last micro-batch, which nobody has waited for."""
     report: Callable[[], dict[str, Any]] = dict
     """What the engine says of itself after the last step."""
+    plan: Callable[[], overspill.Plan] | None = None
+    """The one in force, of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ def _prepare(model: nn.Module, job: Job) -> Ready:
         optimizer.zero_grad()
         return loss
 
-    return Ready(model, step, lambda: _plain(optimizer.report()))
+    return Ready(model, step, lambda: _plain(optimizer.report()), lambda: optimizer.report()["plan"])
 
 
 def _plain(report: dict[str, Any]) -> dict[str, Any]:

@@ -126,6 +126,7 @@ def step_table(rows: Sequence[Row]) -> str:
     for row in rows:
         lines.append(_cells(row, timed, beyond) if row["ok"] else [row["name"], f"no figures: {row['reason']}"])
     notes = [f"{row['name']}: {row['reason']}" for row in rows if row["ok"] and row["reason"]]
+    notes += [f"{row['name']}: {_told(row['stream'])}" for row in rows if row["ok"] and row.get("stream")]
     return "\n".join([aligned(lines), *notes])
 
 
@@ -167,6 +168,11 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
         text.append("  ".join([line[0].ljust(width[0]), *rest]).rstrip())
     text.insert(1, "-" * max(map(len, text[:1])))
     return "\n".join(text)
+
+
+def _told(stream: Mapping[str, Any]) -> str:
+    rate, busy = stream["elements_per_second"] or 0.0, stream["busy_seconds"]
+    return f"in the traced step states of {rate / 1e9:.2f} G elements/s pass while they are on the link, {busy:.4f} s"
 
 
 def _cells(row: Row, timed: bool, beyond: Mapping[str, float]) -> list[str]:

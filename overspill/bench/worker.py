@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import torch
 
 import overspill
-from overspill.bench import facts, learning, measuring, models, searching, timing, updating
+from overspill.bench import facts, learning, measuring, models, passing, searching, timing, updating
 from overspill.bench.engines import Ready
 from overspill.bench.jobs import Job, read_job
 from overspill.bench.models import Batches
@@ -126,7 +126,13 @@ def train(job: Job, events: Events) -> dict[str, Any]:
         events.phase("own")
         result["own_host_seconds"] = own_host_seconds(ready, step, device)
         events.say(measured=result)
-    look_closer(job, ready, step, device, events)
+    if job.trace is not None:
+        events.phase("trace")
+        result["stream"] = traced(Path(job.trace), ready, step, device)
+        events.say(measured=result)
+    if job.profile is not None:
+        events.phase("profile")
+        profiled(job.profile, step, device)
     return result
 
 
@@ -141,24 +147,26 @@ def own_host_seconds(ready: Ready, step: Callable[[], Any], device: torch.device
     return float(ready.report()["host_seconds"])
 
 
-def look_closer(job: Job, ready: Ready, step: Callable[[], Any], device: torch.device, events: Events) -> None:
-    """A trace of one step, and one as torch's profiler sees it."""
-    if job.trace is not None:
-        events.phase("trace")
+def traced(path: Path, ready: Ready, step: Callable[[], Any], device: torch.device) -> dict[str, Any] | None:
+    """Writes a trace of one step; what it says of states on the link."""
+    timing.wait(device)
+    with overspill.trace(ready.model, path):
+        step()
         timing.wait(device)
-        with overspill.trace(ready.model, job.trace):
-            step()
-            timing.wait(device)
-    if job.profile is not None:
-        events.phase("profile")
-        from torch.profiler import ProfilerActivity, profile
+    assert ready.plan is not None, "traces are of ours"
+    return passing.stream(path, ready.plan())
 
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+
+def profiled(path: str, step: Callable[[], Any], device: torch.device) -> None:
+    """Writes a step as torch's profiler sees it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    timing.wait(device)
+    with profile(activities=kinds) as seen:
+        step()
         timing.wait(device)
-        with profile(activities=kinds) as seen:
-            step()
-            timing.wait(device)
-        seen.export_chrome_trace(job.profile)
+    seen.export_chrome_trace(path)
 
 
 def cap_gpu(cap: Size | None, device: torch.device) -> None:

@@ -58,6 +58,9 @@ class Lane(StrEnum):
     PAGES = "pages"
     """Whole units, to whoever passes their pages through the ring: up, updated, and down; or updates them where they
     live."""
+    CORES = "cores"
+    """Pages that the host's cores update where they live: on no list of ops, for who takes them is decided as they
+    pass."""
     READ = "read"
     WRITE = "write"
     COMM = "comm"

@@ -65,7 +65,7 @@ class Cores:
     """Takes pages from one thread; see handing.py."""
 
     def __init__(self, executor: Executor, passage: Passage, updates: Updates, update: KernelUpdate) -> None:
-        self._device = executor.lanes.device
+        self._lanes, self._device = executor.lanes, executor.lanes.device
         how = cpu.How.best()
         assert how is not None, "there is no native library"
         self._how = cpu.How(how.instructions, cores_used(how.threads))
@@ -174,7 +174,9 @@ class Cores:
                 if event is not None:
                     event.synchronize()
             arrived = time.perf_counter()
-            self._update.run_on_host(task.page, [part.on for part in task.parts], task.states, self._how)
+            op = Op(Kind.UPDATE, Lane.CORES, *task.page, task.states.nbytes)
+            parts = [part.on for part in task.parts]
+            self._lanes.timed(op.lane, op, lambda: self._update.run_on_host(task.page, parts, task.states, self._how))
             self.waited += arrived - begin
             self.seconds += time.perf_counter() - arrived
             self.elements += sum(part.on.weight.numel() for part in task.parts)

@@ -113,7 +113,7 @@ class Lanes:
             work()
             return
         with self._recorder.span(lane, op.kind, _detail(op)):
-            self._delay(op.kind)
+            self._delay(op.kind, on_host=lane == Lane.CORES)
             work()
 
     def watches(self, kind: Kind) -> bool:
@@ -176,11 +176,11 @@ class Lanes:
                 torch.cuda.set_device(device)
         return recorded(stream)
 
-    def _delay(self, kind: Kind) -> None:
+    def _delay(self, kind: Kind, on_host: bool) -> None:
         seconds = self.delays.get(kind, 0.0)
         if not seconds:
             return
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not on_host:
             with torch.cuda.device(self.device):
                 torch.cuda._sleep(int(seconds * DEVICE_CYCLES_PER_SECOND))
         else:

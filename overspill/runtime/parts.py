@@ -73,7 +73,7 @@ class Planned:
     owned: int
     """Planned bytes on the device, without activations."""
     peak: int
-    """Planned bytes on the device, with activations."""
+    """Planned bytes on the device, with activations: the most of all plans that were in force so far."""
     grads: int
     """Bytes of gradients among what is owned."""
     others: int = 0

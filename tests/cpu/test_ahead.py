@@ -1,5 +1,6 @@
 """Updates ahead of their use, by a thread of their own, and begun in backward: the bits stay those of a plain loop."""
 
+import dataclasses
 import functools
 import gc
 import itertools
@@ -20,7 +21,7 @@ from overspill.runtime import parts, rooms
 from overspill.runtime.measures import Measures
 from tests import small
 from tests.both import adamw, losses, passes_of
-from tests.places import PLACES, smallest_budget
+from tests.places import PLACES, peaks_in_force, smallest_budget
 from tests.reference import differing, weights
 
 STEPS = 6
@@ -248,6 +249,25 @@ def test_another_plan_changes_no_bit(
         assert any(b < a for a, b in itertools.pairwise(plans)), "nothing moved out"
     assert optimizer.report()["plan"].peak("device") <= before.budget.device
     check((found, weights(overspill.close(model))), expected)
+
+
+def test_what_is_reserved_for_one_plan_is_no_news_under_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch's allocator keeps it, where an earlier plan with less comes back."""
+    model, optimizer = crowded(20, monkeypatch, precision="bf16")
+    peaks, first = peaks_in_force(optimizer, monkeypatch), optimizer.report()["plan"]
+    monkeypatch.setattr(Measures, "peaks", lambda self: {"device": max(peaks)})
+    LOOPS["lengths"](model, optimizer, [])
+    assert len(peaks) > 1 and optimizer.report()["plan"].peak("device") == peaks[-1]
+    less = dataclasses.replace(first, lines=tuple(line for line in first.lines if line.what != "activations"))
+    replanning.come_into_force(overspill.api._engine(model), less)
+    of_lengths(model, optimizer, [], [[4]])
+    assert peaks[-1] < max(peaks) and "was seen to hold" not in caplog.text
+    monkeypatch.setattr(Measures, "peaks", lambda self: {"device": max(peaks) + 1})
+    of_lengths(model, optimizer, [], [[4]])
+    assert "was seen to hold" in caplog.text
+    overspill.close(model)
 
 
 @pytest.mark.parametrize("room", [8, 46])

@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import overspill
-from overspill.bench import configurations, largest, models, results, rows, searching, steps, timing
+from overspill.bench import configurations, largest, models, passing, results, rows, searching, steps, timing
 from overspill.bench.configurations import Ours
 from overspill.bench.engines import OWN, Engine
 from overspill.bench.jobs import Job, Training, read_job
@@ -105,11 +106,17 @@ def test_a_result_says_where_it_comes_from(compared: tuple[str, Path]) -> None:
 
 
 def test_a_step_of_ours_is_looked_at(compared: tuple[str, Path]) -> None:
-    _, folder = compared
+    told, folder = compared
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert json.loads((folder / "profile.json").read_text())["traceEvents"]
     (ours,) = (row for row in body_of(folder)["engines"] if row["name"] == "spilled")
     assert 0 < ours["own_host_seconds"] < ours["seconds"]["steps"]
+    # Every state came up and went down once, and nothing else passed.
+    stream, moved = ours["stream"], ours["report"]["moved"]
+    assert stream["elements"] == {"up": ours["parameters"], "down": ours["parameters"]}
+    assert stream["bytes"] == {"up": moved["up"], "down": moved["down"]}
+    assert stream["elements_per_second"] == pytest.approx(ours["parameters"] / stream["busy_seconds"])
+    assert f"spilled: in the traced step states of {stream['elements_per_second'] / 1e9:.2f} G elements/s" in told
 
 
 @pytest.mark.full
@@ -308,6 +315,37 @@ def test_the_default_model_is_that_of_the_evidence() -> None:
     assert tflops(LLAMA.parameters, 8192, 0.465) == pytest.approx(332, abs=1)
     for count in (350 * 10**6, 3 * 10**9, 18 * 10**9):
         assert sizes_of(count).parameters == pytest.approx(count, rel=0.02) and sizes_of(count).ffn % 64 == 0
+
+
+def test_the_stream_rate_counts_each_way_half_and_no_gaps(tmp_path: Path) -> None:
+    names = enumerate(("up", "down", "read", "cores"))
+    events: list[dict[str, Any]] = [{"ph": "M", "tid": tid, "args": {"name": name}} for tid, name in names]
+
+    def passes(tid: int, kind: str, page: tuple[int, int], begin: float, end: float) -> None:
+        args = {"unit": page[0], "item": page[1], "bytes": 10}
+        events.append(
+            {"ph": "X", "tid": tid, "name": kind, "ts": begin * 1e6, "dur": (end - begin) * 1e6, "args": args}
+        )
+
+    passes(0, "state_fetch", (0, 0), 1.0, 2.0)
+    passes(0, "state_fetch", (1, 1), 2.0, 3.0)
+    passes(1, "state_store", (0, 0), 2.5, 4.0)  # they pass each other
+    passes(1, "state_store", (1, 1), 7.0, 8.0)  # after a gap
+    passes(0, "page_grads", (0, 0), 5.0, 6.0)
+    passes(2, "state_fetch", (0, 0), 5.0, 6.0)  # from a disk
+    passes(3, "update", (1, 0), 0.0, 9.0)
+    sizes = {(0, 0): (300, 100), (1, 0): (7,), (1, 1): (600,)}
+    pages = {page: SimpleNamespace(parts=[SimpleNamespace(numel=n) for n in parts]) for page, parts in sizes.items()}
+    units = [SimpleNamespace(pages=[pages[0, 0]]), SimpleNamespace(pages=[pages[1, 0], pages[1, 1]])]
+    plan: Any = SimpleNamespace(model=SimpleNamespace(units=units))
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    found = passing.stream(path, plan)
+    assert found is not None and found["busy_seconds"] == pytest.approx(4.0)
+    assert found["elements"] == {"up": 1000, "down": 1000} and found["bytes"] == {"up": 20, "down": 20}
+    assert found["elements_per_second"] == pytest.approx(1000 / 4.0)
+    path.write_text(json.dumps({"traceEvents": events[:4]}))
+    assert passing.stream(path, plan) is None
 
 
 def test_the_peak_of_a_peer_is_that_of_its_steps() -> None:

@@ -1,43 +1,26 @@
 """The rules in one kernel give the bits of the reference with an IEEE root on the CPU, in every format of states."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import overspill
 from overspill.kernels import codecs, executors
 from overspill.kernels.elements import Addresses, Elements
 from overspill.kernels.reference import ieee_root, rule_of
-from tests import small
-from tests.cpu.test_native import KINDS, RULES, _same, calm, elements, expected, expected_in, packed, part
+from tests import lengths, small
+from tests.cpu.test_native import KINDS, RULES, calm, elements, expected, expected_in, packed
 from tests.cpu.test_native import differing as unlike
-from tests.gpu.where import DEVICE, INTERPRETED, fewer, kernels
+from tests.gpu.where import DEVICE, INTERPRETED, fewer, kernels, moved
 from tests.places import PLACES, prepare_tight
 from tests.reference import Recipe, differing, train, weights
 
 pytestmark = pytest.mark.gpu
 NUMBER = 3
 """Of the parameter, for chance."""
-
-
-def moved(on: Elements, device: str) -> Elements:
-    """Copies, there."""
-
-    def copy(x: Tensor) -> Tensor:
-        return x.to(device, copy=True)
-
-    return replace(
-        on,
-        weight=copy(on.weight),
-        kept=None if on.kept is None else copy(on.kept),
-        gradient=copy(on.gradient),
-        factors=[copy(f) for f in on.factors],
-        arrays=[copy(a) for a in on.arrays],
-        skip=None if on.skip is None else copy(on.skip),
-    )
 
 
 def same(on: Elements) -> Elements:
@@ -146,36 +129,30 @@ def test_a_negative_zero_stays_one() -> None:
         assert arrays[0].tolist() == there.arrays[0].tolist(), step
 
 
+def lengths_for(case: tuple[str, str, str]) -> Sequence[int]:
+    """All where a GPU runs them, for the cases that have everything somewhere; else some of all sizes, and those at the
+    edges of a block of codes and of a kernel's block."""
+    if not INTERPRETED and case in lengths.OFTEN:
+        return range(lengths.MOST + 1)
+    edges = {n for block in (128, 1024, 4096) for n in (block - 1, block, block + 1)}
+    return sorted(edges | set(range(0, lengths.MOST, 991 if INTERPRETED else 37)) | {1, 2, 15, 16, 17})
+
+
 @kernels
-def test_every_length_at_odd_places() -> None:
-    """From 0 to 4,097, each at another place: nothing outside is read into the result or written."""
+@pytest.mark.parametrize("kinds", lengths.NAMES)
+@pytest.mark.parametrize("format", lengths.FORMATS)
+@pytest.mark.parametrize("rule", lengths.RULES)
+def test_every_length_at_odd_places(rule: str, format: str, kinds: str) -> None:
     from overspill.kernels import gpu
 
-    room = 4097 + 9
-    on = elements("adamw", room, (torch.bfloat16, torch.bfloat16))
-    known, there = moved(expected("adamw", on, 5), DEVICE), moved(on, DEVICE)
-    for length in range(0, 4098, 331 if INTERPRETED else 1):
-        begin = length % 9
-        found = part(there, 0, room)
-        assert found.kept is not None
-        inside = slice(begin, begin + length)
-        fields = [f[inside] for f in found.fields]
-        cut = Elements(found.weight[inside], found.kept[inside], found.gradient[inside], there.factors, fields)
-        gpu.RULES["adam"](cut, RULES["adamw"][2], 5)
-        assert unlike(part(found, begin, begin + length), part(known, begin, begin + length)) == [], length
-        for outside in (slice(0, begin), slice(begin + length, room)):
-            assert _same(found.weight[outside], there.weight[outside]), length
+    on, (name, _, hypers) = lengths.some(rule, format, kinds), RULES[rule]
+    results = [moved(each, DEVICE) for each in lengths.known(rule, on)]
+    rooms = lengths.Rooms(moved(replace(on, key=codecs.key_of(lengths.NUMBER, lengths.STEP)), DEVICE))
 
+    def update(found: Elements) -> None:
+        gpu.RULES[name](found, hypers, lengths.STEP)
 
-@kernels
-@pytest.mark.parametrize("format", ["bf16", "compact"])
-def test_all_weights_beside_every_kind_of_remainder(format: str) -> None:
-    weight = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    least, most = (-128, 127) if format == "compact" else (-32768, 32767)
-    for kept in (least, -1, 0, 1, most):
-        rest = torch.full((1 << 16,), kept, dtype=torch.int8 if format == "compact" else torch.int16)
-        on = Elements(weight, rest, torch.zeros(1 << 16), (), (), format)
-        assert unlike(on_gpu("sgd", on, 1), expected_in("sgd", on, 1, NUMBER), "sgd") == []
+    lengths.check(rule, rooms, results, lengths_for((rule, format, kinds)), update)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
