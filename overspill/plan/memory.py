@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from overspill.plan.hands import STREAMED, Chosen
+from overspill.plan.hands import Chosen, Speeds
 from overspill.plan.plan import Line
 from overspill.plan.simulate import Simulated, simulate
 from overspill.program import WAITING, Program
@@ -54,8 +54,12 @@ class Request:
     """Whether the norm of a 16-bit gradient takes an fp32 copy of it, as torch does without a GPU."""
     paged: bool = False
     """Whether pages are fetched ahead of the step, as they are on a GPU."""
-    chosen: Chosen = STREAMED
-    """Who is to update states in host memory, as far as homes allow it."""
+    speeds: Speeds | None = None
+    """What decides who updates states in host memory; None: nobody could but the GPU."""
+    has_cores: bool = False
+    """Whether an earlier plan has taken what the host's cores need for it."""
+    chosen: Chosen | None = None
+    """Who does it, where that is decided already."""
     activations: Activations | None = None
     """What they were seen to take, with a margin; None: not known yet."""
     pace: Pace | None = None

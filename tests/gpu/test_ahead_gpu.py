@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import overspill
-from overspill import measured
-from overspill.plan import solver
+from overspill.plan import sharing, solver
 from overspill.plan.hands import Chosen
 from overspill.program import Kind
 from overspill.runtime.kernel_update import KernelUpdate
@@ -320,7 +319,7 @@ def test_the_hosts_cores_give_the_same_bits(
     monkeypatch.setattr(solver, "DEPTHS", (2,))
     monkeypatch.setattr(solver, "MOST_SLOTS", 2)
     expected = trained("device", tmp_path, clip=1e-3, states=states)
-    monkeypatch.setattr(measured, "choose", lambda speeds, sizes: Chosen(hands, "as told"))
+    monkeypatch.setattr(sharing, "choose", lambda speeds, sizes: Chosen(hands, "as told"))
     updated: list[int] = []
     run = KernelUpdate.run_on_host
 
