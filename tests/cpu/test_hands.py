@@ -13,8 +13,8 @@ from overspill import cgroups
 from overspill import measured as measuring
 from overspill.kernels import cpu, executors
 from overspill.kernels.reference import ieee_root
-from overspill.plan import hands
-from overspill.plan.hands import UNKNOWN, Sizes, Speeds, choose, hands_of
+from overspill.plan import hands, sharing
+from overspill.plan.hands import UNKNOWN, Chosen, Sizes, Speeds, choose, hands_of
 from overspill.plan.solver import LEAN
 from overspill.runtime import parts
 from overspill.specs import Hands, Placement
@@ -209,6 +209,37 @@ def test_who_updates_stays_when_homes_change(room: int, measured: Any, monkeypat
     measured()
     alone, expected, _, none = trained()
     assert losses == expected and alone.limits.hands == "streamed" and not none
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="no native library")
+def test_when_homes_change_others_may_update(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While gradients are on the host the cores pay, and when they are on the device they do not."""
+    monkeypatch.setattr(executors, "torch_root", ieee_root)
+    chosen: list[Sizes] = []
+
+    def told(speeds: Speeds, sizes: Sizes) -> Chosen:
+        chosen.append(sizes)
+        return Chosen("host" if sizes.at_home > sizes.gradient else "streamed", "as told")
+
+    def trained() -> tuple[Any, list[float], int, int]:
+        model, optimizer = crowded(12, monkeypatch)
+        cores = overspill.api._engine(model).executor.pager.cores
+        before = [*of_lengths(model, optimizer, [], [[5]] * 4)]
+        half = 0 if cores is None else cores.elements
+        found = [*before, *of_lengths(model, optimizer, [], [[5]] * 8)]
+        plan = optimizer.report()["plan"]
+        overspill.close(model)
+        return plan, found, half, 0 if cores is None else cores.elements
+
+    monkeypatch.setattr(sharing, "choose", told)
+    measured()
+    plan, losses, early, whole = trained()
+    assert chosen[0].at_home > chosen[-1].at_home == 0, "gradients moved in"
+    assert plan.limits.hands == "streamed" and plan.bytes_of("host", "updates on cores") > 0
+    assert 0 < early == whole
+    monkeypatch.setattr(sharing, "choose", choose)
+    _, expected, *_ = trained()
+    assert losses == expected
 
 
 def test_one_slot_is_too_few_to_share(measured: Any) -> None:
