@@ -9,7 +9,7 @@ import torch
 
 from overspill import cgroups
 from overspill.kernels.cpu import How
-from overspill.plan.hands import STREAMED, Chosen, Speeds, choose, rate_of_cores, sizes_of
+from overspill.plan.hands import UNKNOWN, Speeds, rate_of_cores
 from overspill.runtime import parts
 from overspill.specs import ModelSpec, cores_used
 from overspill.times import ONE_WAY, Pace
@@ -25,21 +25,23 @@ class Measured(NamedTuple):
     folders: tuple[str, ...] = ()
     """Folders on disks, for what is to live there."""
 
-    def hands(self, model: ModelSpec) -> Chosen:
-        """Who is to update states in host memory. The native library has no fp16, and fp32 is the optimizer's own."""
-        sizes, ours = sizes_of(model), model.format.fields is not None and model.format.master == torch.int16
+    def speeds(self, model: ModelSpec) -> Speeds | None:
+        """What decides who updates states in host memory; None: the GPU alone could. The native library has no fp16,
+        and fp32 is the optimizer's own."""
+        ours = model.format.fields is not None and model.format.master == torch.int16
+        trained = any(unit.pages for unit in model.units)
         # Looked for last: where the library is not needed, nobody shall be told that there is none.
-        if self.kind not in parts.CORES or not ours or sizes is None or (how := How.best()) is None:
-            return STREAMED
+        if self.kind not in parts.CORES or not ours or not trained or (how := How.best()) is None:
+            return None
         from overspill.tiers.known import by_format, known_rates
 
         known = known_rates() if self.machine is None else None
         cores = rate_of_cores(model, by_format(known)) if known is not None else None
         if known is None or known.both is None or known.dram is None or cores is None:
-            return choose(None, sizes)
+            return UNKNOWN
         # Measured with all cores and memory of the machine, of which every rank has a share; see runtime/cores.py.
         share = cores_used(how.threads) / cgroups.cores()
-        return choose(Speeds(known.both, known.dram / self.local_ranks, cores * share), sizes)
+        return Speeds(known.both, known.dram / self.local_ranks, cores * share)
 
     @property
     def unknown(self) -> str:

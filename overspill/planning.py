@@ -19,7 +19,7 @@ from overspill.forms import dtypes_of, forms_of
 from overspill.measured import Measured
 from overspill.plan.hands import Chosen
 from overspill.plan.memory import Request, as_first
-from overspill.plan.plan import Plan
+from overspill.plan.plan import CORES, Plan
 from overspill.plan.solver import finish, improve, page_sizes, resident_page_size, solve, timed
 from overspill.runtime import parts
 from overspill.runtime.updates import as_text
@@ -163,7 +163,7 @@ def _agreed(
             forms = forms_of(optimizer, chosen, ground.sharding(zero, optimizer))
             laid_out = lay_out(model, forms, page)
             request = _request(laid_out, chosen, (ground, budget, page), forms)
-            request = dataclasses.replace(request, chosen=Chosen(limits.hands, heard[0]["plan"]["why"], kept=True))
+            request = dataclasses.replace(request, chosen=Chosen(limits.hands, heard[0]["plan"]["why"]))
             found = laid_out, finish(request, tuple(place), limits)
     if found is None:
         assert refused is not None, "there is a plan or a refusal"
@@ -274,7 +274,7 @@ def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int
         place,
         copied_norms=not ground.has_gpu,
         paged=ground.device.type in parts.PAGED or ground.has_gpu,
-        chosen=known.hands(laid_out.spec),
+        speeds=known.speeds(laid_out.spec),
         pace=known.pace(),
         unknown=known.unknown,
         spread=chosen.update != "lazy",
@@ -301,9 +301,12 @@ def rearranged(
 
 
 def _again(made: Plan, request: Request) -> Request:
-    """What is asked for another plan, by those who were there for the first one, beside what that one took."""
-    taken = {tier: made.taken(tier) for tier in TIERS[1:]}
-    return dataclasses.replace(request, chosen=Chosen(made.limits.hands, made.why, kept=True), taken=taken)
+    """What is asked for another plan, by those who were there for the first one, by what was known of them then, beside
+    what that one took."""
+    request = dataclasses.replace(request, taken={tier: made.taken(tier) for tier in TIERS[1:]})
+    if made.bytes_of("host", CORES):
+        return dataclasses.replace(request, speeds=made.speeds, has_cores=True)
+    return dataclasses.replace(request, chosen=Chosen(made.limits.hands, made.why))
 
 
 def _alike(one: ModelSpec, other: ModelSpec) -> bool:

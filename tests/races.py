@@ -9,6 +9,7 @@ was allocated for, which must be behind all that used it (torch's allocator give
 import random
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,14 +23,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from overspill.plan import sharing
+from overspill.plan.hands import Chosen
 from overspill.program import Lane, Op
 from overspill.runtime import adopt, lanes, norms, pager, parts, ring, rooms, steps, ways
+from overspill.runtime.cores import Cores
 from overspill.runtime.handle import GradHandle
+from overspill.runtime.kernel_update import KernelUpdate
 from overspill.runtime.lanes import Lanes, Ticket, Work
 from overspill.runtime.pages import Pages
 from overspill.runtime.ring import Ring
 from overspill.runtime.rooms import Rooms
+from overspill.runtime.updates import OnHost
 from overspill.runtime.ways import Ways
+from overspill.specs import Hands
 from overspill.tiers import streams
 from overspill.units.unit import Unit
 
@@ -281,6 +288,33 @@ def simulated(monkeypatch: pytest.MonkeyPatch, seed: int = 0, slow: float = 0.7)
     monkeypatch.setattr(pager, "_serve", served)
     with Watched(gpu):
         yield gpu
+
+
+def with_cores(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, hands: Hands, seconds: float = 0.0) -> list[int]:
+    """The host's cores update too, each time for so long: what they read and write counts as a stream of its own, which
+    is over when they are done. How many elements they updated is noted in what is returned."""
+    monkeypatch.setattr(parts, "CORES", {"cpu"})
+    monkeypatch.setattr(sharing, "choose", lambda speeds, sizes: Chosen(hands, "as told"))
+    stream, updated = Stream(gpu, "cores"), list[int]()
+    run, task = KernelUpdate.run_on_host, Cores._run
+
+    def runs(self: KernelUpdate, page: tuple[int, int], on: Sequence[OnHost], states: Tensor, how: Any) -> None:
+        read = [t for part in on for t in (part.gradient, *part.factors)]
+        written = [states, *(part.weight for part in on)]
+        updated.append(sum(part.weight.numel() for part in on))
+        with gpu.on(stream):
+            gpu.did("the cores", read, written, ())
+            time.sleep(seconds)
+            run(self, page, on, states, how)
+        Event(stream).synchronize()
+
+    def watched(self: Cores, given: Any) -> None:
+        with Watched(gpu):
+            task(self, given)
+
+    monkeypatch.setattr(KernelUpdate, "run_on_host", runs)
+    monkeypatch.setattr(Cores, "_run", watched)
+    return updated
 
 
 def _streams(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:

@@ -5,8 +5,8 @@ The parent: `asking` and `configurations` (what the options say), `steps`, `larg
 (`watching`) and ends it when it hangs, show what happens (`screen`), and leave `results`: `facts` of the machine,
 `rows` of figures, a `chart`.
 A `worker`: reads `jobs`, builds a model (`models`), hands it to an engine (`engines`, and `peers` for those of others),
-times its steps (`timing`), looks for sizes (`searching`) or rates (`measuring`), lets a small model learn (`learning`)
-or the host's cores update (`updating`), and writes events.
+times its steps (`timing`) and what passed in a traced one (`passing`), looks for sizes (`searching`) or rates
+(`measuring`), lets a small model learn (`learning`) or the host's cores update (`updating`), and writes events.
 
 - engine: one way to train: overspill itself, plain torch, a peer.
 - row: what became of one engine: its figures, or the reason why there are none.

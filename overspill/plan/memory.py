@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from overspill.plan.hands import STREAMED, Chosen
-from overspill.plan.plan import LEFT, UNPLANNED, Line, Plan
+from overspill.plan.hands import Chosen, Speeds
+from overspill.plan.plan import CORES, LEFT, UNPLANNED, Line, Plan
 from overspill.plan.simulate import Simulated, simulate
 from overspill.program import WAITING, Program
 from overspill.specs import (
@@ -58,8 +58,12 @@ class Request:
     """Whether the norm of a 16-bit gradient takes an fp32 copy of it, as torch does without a GPU."""
     paged: bool = False
     """Whether pages are fetched ahead of the step, as they are on a GPU."""
-    chosen: Chosen = STREAMED
-    """Who is to update states in host memory, as far as homes allow it."""
+    speeds: Speeds | None = None
+    """What decides who updates states in host memory; None: nobody could but the GPU."""
+    has_cores: bool = False
+    """Whether an earlier plan has taken what the host's cores need for it."""
+    chosen: Chosen | None = None
+    """Who does it, where that is decided already."""
     activations: Activations | None = None
     """What activations were seen to take, with a margin; None: not known yet."""
     pace: Pace | None = None
@@ -111,7 +115,7 @@ def lines_elsewhere(request: Request, placements: tuple[Placement, ...], staging
     return [
         *lines,
         Line("host", "nvme staging", 2 * staging),
-        Line("host", "updates on cores", cores),
+        Line("host", CORES, cores),
         Line("nvme", "file system", tracking_bytes(on_disk)),
     ]
 
@@ -123,7 +127,7 @@ def as_first(request: Request, made: Plan) -> Plan:
         return made
     uses_nvme = any(made.bytes_of("nvme", role) for role in ROLES)
     staging = made.staging if uses_nvme else 0
-    elsewhere = lines_elsewhere(request, made.placements, staging, made.bytes_of("host", "updates on cores"))
+    elsewhere = lines_elsewhere(request, made.placements, staging, made.bytes_of("host", CORES))
     device = [line for line in made.lines if line.tier == "device" and line.what != UNPLANNED]
     return replace(made, lines=(*device, *(line for line in elsewhere if line.nbytes)), staging=staging)
 

@@ -6,20 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from overspill.plan.hands import hands_of
+from overspill.plan.hands import Speeds, hands_of
 from overspill.program import Program
-from overspill.specs import ROLES, TIERS, Budget, Hands, Limits, ModelSpec, Placement, TierName, human
+from overspill.specs import ROLES, TIERS, Budget, Limits, ModelSpec, Placement, TierName, UnitSpec, human
 from overspill.times import Times
 
-_BY: dict[Hands, str] = {
-    "streamed": "by the device as they pass",
-    "split": "by the device as they pass, and by the host's cores, until both meet",
-    "host": "by the host's cores",
+_BY = {
+    "device": "updated there",
+    "streamed": "updated by the device as they pass",
+    "split": "updated by the device as they pass, and by the host's cores, until both meet",
+    "host": "updated by the host's cores",
 }
 
 LEFT = "left by what moved in"
 """A line of host memory, or of disks: what they held by an earlier plan. They are taken once and given back when the
 model is closed, so it stays taken, for whatever moves out again."""
+
+CORES = "updates on cores"
+"""A line of what the host's cores take of host memory for their updates."""
 
 UNPLANNED = "gradients that were not planned"
 """A line of what was taken beyond the plan, but within its budget."""
@@ -51,6 +55,8 @@ class Plan:
     """Bytes of each of the two host buffers through which nvme is read and written."""
     why: str = ""
     """What decided who updates states in host memory. See hands.py."""
+    speeds: Speeds | None = None
+    """By which it was decided; other homes may decide otherwise."""
     times: Times | None = None
     """What a step takes; None: not known, or there is no link that bytes would pass over."""
     untimed: str = ""
@@ -140,15 +146,17 @@ class Plan:
         return [f"{role} {dtype}" for role, dtype in self.dtypes.items()]
 
     def _notes(self) -> list[str]:
-        homes: dict[Placement, list[str]] = {}
+        homes: dict[Placement, list[UnitSpec]] = {}
         for unit, placement in zip(self.model.units, self.placements, strict=True):
-            homes.setdefault(placement, []).append(unit.name)
+            homes.setdefault(placement, []).append(unit)
         notes = []
-        for placement, names in homes.items():
-            shown = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} units)"
-            notes.append(f"{shown}: weights {placement.weight}, gradients {placement.grad}, states {placement.state}")
+        for placement, units in homes.items():
+            names = units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name} ({len(units)} units)"
+            by = f", {_BY[hands_of(placement, self.limits.hands)]}" if any(unit.pages for unit in units) else ""
+            where = f"weights {placement.weight}, gradients {placement.grad}, states {placement.state}"
+            notes.append(f"{names}: {where}{by}")
         if self.why:
-            notes.append(f"states on host are updated {_BY[self.limits.hands]} ({self.why})")
+            notes.append(f"updates of states on host: {self.why}")
         moved = ", ".join(f"{lane} {human(n)}" for lane, n in self.moved.items() if n)
         most = "at most " if moved and self.limits.hands == "split" else ""
         notes.append(f"moved per step: {most}{moved or 'nothing'}")

@@ -8,12 +8,10 @@ that is possible; where the other tiers have no room for what does not fit besid
 32nd, and never less than the largest unit's weights.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from overspill.errors import BudgetError
-from overspill.plan.hands import STREAMED, Chosen, is_shareable
 from overspill.plan.memory import (
     STAGING,
     Request,
@@ -21,15 +19,14 @@ from overspill.plan.memory import (
     device_lines,
     first_of,
     lines_elsewhere,
-    simulated,
     staging_bytes,
     taken_bytes,
     tracking_bytes,
 )
 from overspill.plan.plan import Line, Plan
+from overspill.plan.sharing import moved, shared
 from overspill.program import Lane
 from overspill.specs import (
-    CORES_STAGED,
     ROLES,
     TIERS,
     KiB,
@@ -41,7 +38,6 @@ from overspill.specs import (
     TierName,
     human,
     ring_slot_bytes,
-    staged_bytes,
 )
 from overspill.times import Passing, behind, times_of
 
@@ -280,7 +276,7 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
     lines.append(Line("device", "activations", rest if request.activations is not None else min(activations, rest)))
     uses_nvme = any(p.of(role) == "nvme" for p in placements for role in ROLES) or request.taken.get("nvme", 0)
     staging = staging_bytes(budget.host) if uses_nvme else 0
-    chosen, cores = _shared(request, placements, limits, staging)
+    chosen, cores = shared(request, placements, limits, 2 * staging)
     limits = replace(limits, hands=chosen.hands)
     lines += lines_elsewhere(request, placements, staging, cores)
     if owned + _largest(model) > budget.device:
@@ -291,43 +287,18 @@ def finish(request: Request, placements: tuple[Placement, ...], limits: Limits) 
         limits=limits,
         budget=budget,
         lines=tuple(line for line in lines if line.nbytes),
-        moved=_moved(request, placements, limits),
+        moved=moved(request, placements, limits),
         dtypes=dict(request.dtypes),
         page_bytes=request.page_bytes,
         staging=staging,
         why=chosen.why,
+        speeds=request.speeds,
     )
     limits_of: dict[TierName, int] = {"host": budget.host, "nvme": budget.nvme}
     for tier, limit in limits_of.items():
         if plan.peak(tier) > limit:
             raise _tier_too_small(plan, tier, limit, request.locals)
     return timed(request, plan)
-
-
-def _shared(request: Request, placements: tuple[Placement, ...], limits: Limits, staging: int) -> tuple[Chosen, int]:
-    """Who updates states in host memory, with these homes; and what the host's cores take there for it."""
-    chosen, staged = request.chosen, CORES_STAGED * staged_bytes(request.model)
-    if chosen.hands == "streamed" or chosen.kept:
-        return chosen, staged if chosen.hands != "streamed" else 0
-    taken = sum(bytes_on(request.model, placements, role, "host") for role in ROLES) + 2 * staging
-    # Where homes are ours to choose, gradients move to the device when activations are known.
-    here = any(p.state == "host" if request.place is None else is_shareable(p) for p in placements)
-    if not here or limits.depth == 1 or any("nvme" in (p.state, p.grad) for p in placements):
-        return STREAMED, 0
-    if taken + staged > request.budget.host:
-        return Chosen("streamed", f"{chosen.why}, for which there are no {human(staged)} of host memory"), 0
-    return chosen, staged
-
-
-def _moved(request: Request, placements: tuple[Placement, ...], limits: Limits) -> dict[str, int]:
-    """Bytes per step and lane; where states are updated by both, as if by the device."""
-    moved = Counter(simulated(request, placements, limits).moved)
-    for unit, placement in zip(request.model.units, placements, strict=True):
-        if limits.hands == "host" and is_shareable(placement):
-            weights = sum(p.nbytes for p in unit.params if p.trainable)
-            moved[Lane.UP] += weights - unit.state_bytes
-            moved[Lane.DOWN] += weights + unit.made_bytes - unit.state_bytes
-    return {str(lane): n for lane, n in moved.items()}
 
 
 def timed(request: Request, made: Plan) -> Plan:

@@ -1,10 +1,11 @@
 """Pages that are updated where they live, by the host's own cores, while others pass through the ring.
 
 Note [Two hands]: of a page that the cores update, only gradients and weights go down and new weights come up: with
-exact states 6 bytes for each parameter instead of 20. Where the cores are fast beside the link, both together are
-faster than either (plan/hands.py, Note [Who updates]). Pages come up in the order in which they are needed, and the
-cores, which take longer for each of them, take those that are needed last, until both meet; so nobody has to know
-beforehand how fast each of them is. Where the link is very slow, the cores take all of them, in their order.
+exact states 6 bytes for each parameter instead of 20. Gradients that live in host memory are read where they are
+(at_home.py): 4 bytes instead of 22. Where the cores are fast beside the link, both together are faster than either
+(plan/hands.py, Note [Who updates]). Pages come up in the order in which they are needed, and the cores, which take
+longer for each of them, take those that are needed last, until both meet; so nobody has to know beforehand how fast
+each of them is. Where the link is very slow, the cores take all of them, in their order.
 
 Weights and gradients go down between the pages that go home; a thread waits for what arrives, lets the cores work
 (which takes the interpreter's lock from nobody), and sends the weights back, between the pages that come up.
@@ -22,12 +23,13 @@ from torch import Tensor
 
 from overspill.kernels import cpu
 from overspill.program import Kind, Lane, Op
+from overspill.runtime.at_home import ForCores, for_cores
 from overspill.runtime.executor import Executor
 from overspill.runtime.kernel_update import KernelUpdate
 from overspill.runtime.lanes import Ticket
 from overspill.runtime.passage import Passage
 from overspill.runtime.ring import Page
-from overspill.runtime.updates import AsKept, OnHost, Share, Updates
+from overspill.runtime.updates import OnHost, Share, Updates
 from overspill.runtime.ways import When
 from overspill.specs import CORES_STAGED, FACTORS_STAGED, Hands, align, cores_used, staged_bytes
 from overspill.tiers import HostTier, Slot, cores_near, node_of, stay_on, workers
@@ -42,7 +44,7 @@ class _Staged:
 
     on: OnHost
     places: Sequence[Slot]
-    """Of weights, gradients and factors in the staging memory."""
+    """Of weights, gradients and factors in the staging memory; a gradient that lives on the host has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +117,13 @@ class Cores:
         """Whether the cores could update it, as far as one can tell by where it is."""
         placement, home = self._executor.program.placements[page[0]], self._pages.home(*page)
         filled = home is not None and isinstance(home[0], HostTier) and page in self._pages.filled
-        return filled and placement.grad == "device"
+        return filled and placement.grad != "nvme"
 
     def take(self, page: Page, waits: Sequence[Ticket], stored: When, done: Done) -> bool:
         """Update a page and call `done` when its weights are on their way up; False: it is not for the cores."""
         shares, home, room = self._updates.shares(*page), self._pages.home(*page), self._free[0]
         assert home is not None and isinstance(home[0], HostTier), "the page lives in host memory"
-        kept = [share.as_kept() for share in shares]
+        kept = [for_cores(share, self._updates.grads.bytes, self._device) for share in shares]
         known = [found for found in kept if found is not None]
         suits = all(share.skip is None and self._update.suits_cores(page[0], share.part) for share in shares)
         if not shares or not suits or len(known) < len(kept):
@@ -131,8 +133,9 @@ class Cores:
         self._free.popleft()
 
         def down() -> None:
-            for part, (gradient, factors) in zip(parts, known, strict=True):
-                sources = (self._update.weight(page[0], part.on.share.part), gradient, *factors)
+            for part, of in zip(parts, known, strict=True):
+                gradients = () if of.at_home else (of.gradient,)
+                sources = (self._update.weight(page[0], part.on.share.part), *gradients, *of.factors)
                 for place, source in zip(part.places, sources, strict=True):
                     self._tier.store(place, source.reshape(-1).view(torch.uint8))
 
@@ -146,20 +149,22 @@ class Cores:
         self._thread.submit(self._run, _Task(page, room, states, parts, arrived, stored, done))
         return True
 
-    def _staged(self, shares: Sequence[Share], kept: Sequence[AsKept], room: Slot) -> list[_Staged]:
+    def _staged(self, shares: Sequence[Share], kept: Sequence[ForCores], room: Slot) -> list[_Staged]:
         """Where each share's weights, gradients and factors lie in the staging memory, one after the other."""
         found, at = [], 0
-        for share, (gradient, factors) in zip(shares, kept, strict=True):
-            dtypes = (share.due.generation.spec.dtype, gradient.dtype, *(factor.dtype for factor in factors))
-            counts = (share.part.numel, share.part.numel, *(1 for _ in factors))
-            sizes = [count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]
-            begins = [at, at + align(sizes[0])]
-            at += align(sizes[0]) + align(sizes[1])
-            begins += [at + 8 * i for i in range(len(factors))]
+        for share, of in zip(shares, kept, strict=True):
+            gradients = () if of.at_home else (of.gradient,)
+            arrays = [(share.part.numel, share.due.generation.spec.dtype), *((g.numel(), g.dtype) for g in gradients)]
+            places = []
+            for count, dtype in arrays:
+                places.append(room.piece(at, count * dtype.itemsize))
+                at += align(count * dtype.itemsize)
+            places += [room.piece(at + 8 * i, factor.nbytes) for i, factor in enumerate(of.factors)]
             at += FACTORS_STAGED
-            places = [room.piece(begin, size) for begin, size in zip(begins, sizes, strict=True)]
-            arrays = [self._tier.tensor(place).view(dtype) for place, dtype in zip(places, dtypes, strict=True)]
-            found.append(_Staged(OnHost(share, arrays[0], arrays[1], arrays[2:]), places))
+            dtypes = [*(dtype for _, dtype in arrays), *(factor.dtype for factor in of.factors)]
+            views = [self._tier.tensor(place).view(dtype) for place, dtype in zip(places, dtypes, strict=True)]
+            gradient = of.gradient if of.at_home else views[1]
+            found.append(_Staged(OnHost(share, views[0], gradient, views[len(arrays) :]), places))
         return found
 
     # --- the thread

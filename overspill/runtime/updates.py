@@ -17,7 +17,7 @@ from overspill.runtime.generation import Generation, full_dtype
 from overspill.runtime.gradients import Gradients
 from overspill.runtime.lanes import Work, nothing
 from overspill.runtime.masters import Masters
-from overspill.runtime.pages import Pages
+from overspill.runtime.pages import Home, Pages
 from overspill.runtime.rooms import before_it_goes
 from overspill.runtime.scaling import Verdict
 from overspill.specs import PartSpec, align
@@ -196,7 +196,7 @@ class Updates:
 
     def __init__(self, update: Update, grads: Gradients, pages: Pages, masters: Masters) -> None:
         self._update = update
-        self._grads = grads
+        self.grads = grads
         self._pages = pages
         self._masters = masters
         self._pending: dict[int, tuple[Job, ...]] = {}
@@ -288,20 +288,16 @@ class Updates:
     def _is_at_hand(self, generation: Generation) -> bool:
         here = generation.value
         on_device = here is not None and here.device == self._pages.device
-        return generation.zero or (on_device and not self._grads.bytes.is_at(generation))
+        return generation.zero or (on_device and not self.grads.bytes.is_at(generation))
 
     def _load(self, generation: Generation, part: PartSpec, value: Tensor) -> Work:
-        home = self._grads.bytes.home_of(generation)
+        home = self.grads.bytes.home_of(generation)
         here = generation.value
-        if here is not None and (home is None or not self._grads.bytes.is_at(generation)):
+        if here is not None and (home is None or not self.grads.bytes.is_at(generation)):
             return lambda: _copy(value, generation.part(here, part.begin, part.end))
         assert home is not None, f"the gradient of {generation.spec.name} has no bytes"
-        at, item = (
-            part.begin if generation.span is None else generation.span.locate(part.begin),
-            generation.dtype.itemsize,
-        )
-        slot = home[1].piece(at * item, part.numel * item)
-        return lambda: home[0].load(slot, value.view(torch.uint8))
+        tier, slot = place_at(home, generation, part)
+        return lambda: tier.load(slot, value.view(torch.uint8))
 
     def _run(self, op: Op) -> Work:
         def run() -> None:
@@ -335,6 +331,13 @@ class Updates:
             self._pages.drop(op.unit, op.item)
 
         return drop
+
+
+def place_at(home: Home, generation: Generation, part: PartSpec) -> Home:
+    """Where a part of a gradient is in its home."""
+    at = part.begin if generation.span is None else generation.span.locate(part.begin)
+    item = generation.dtype.itemsize
+    return home[0], home[1].piece(at * item, part.numel * item)
 
 
 def _copy(to: Tensor, source: Tensor) -> None:

@@ -26,7 +26,11 @@ from tests.reference import differing, weights
 
 STEPS = 6
 places = pytest.mark.parametrize("place", ["device", "host", "nvme", "states"])
-HOMES = {**PLACES, "states": {"weight": "device", "grad": "device", "state": "host"}}
+HOMES = {
+    **PLACES,
+    "states": {"weight": "device", "grad": "device", "state": "host"},
+    "offload": {"weight": "device", "grad": "host", "state": "host"},
+}
 
 
 @pytest.fixture(params=[True, False], ids=["ahead", "on demand"])

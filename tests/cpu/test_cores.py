@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 import overspill
-from overspill import measured
 from overspill.errors import StateError
 from overspill.kernels import cpu, executors
 from overspill.kernels.reference import ieee_root
-from overspill.plan import solver
+from overspill.plan import sharing, solver
 from overspill.plan.hands import Chosen
 from overspill.program import Kind, Lane, Op
 from overspill.runtime import cores, parts, rooms
@@ -35,7 +34,7 @@ pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no native library
 def hands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Hands:
     """Who updates. As on a GPU, with a short ring of small pages."""
     chosen: Hands = request.param
-    monkeypatch.setattr(measured, "choose", lambda speeds, sizes: Chosen(chosen, "as told"))
+    monkeypatch.setattr(sharing, "choose", lambda speeds, sizes: Chosen(chosen, "as told"))
     monkeypatch.setattr(parts, "PAGED", {"cpu"})
     monkeypatch.setattr(rooms, "PIECES", {"cpu"})
     monkeypatch.setattr(parts, "CORES", {"cpu"})
@@ -47,10 +46,16 @@ def hands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ha
     return chosen
 
 
-def with_cores(nvme: Path, delays: dict[Kind, float] | None = None, **keywords: Any) -> tuple[Any, Any, float]:
+places = pytest.mark.parametrize("place", ["states", "offload"])
+"""With gradients on the device, and in host memory: of these more in test_cores_at_home.py."""
+
+
+def with_cores(
+    nvme: Path, delays: dict[Kind, float] | None = None, place: str = "states", **keywords: Any
+) -> tuple[Any, Any, float]:
     """What was trained, and how much of it the cores updated."""
     passes, clip = keywords.pop("passes", 1), keywords.pop("clip", 0.5)
-    model, optimizer = prepare("states", nvme, micro_batches=passes, **keywords)
+    model, optimizer = prepare(place, nvme, micro_batches=passes, **keywords)
     engine = overspill.api._engine(model)
     engine.executor.lanes.delays |= {Kind.STATE_FETCH: 0.001, **(delays or {})}
     found = loop(model, optimizer, passes, clip)
@@ -60,25 +65,31 @@ def with_cores(nvme: Path, delays: dict[Kind, float] | None = None, **keywords: 
     return found, weights(overspill.close(model)), share
 
 
+@places
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("states", ["exact", "bf16", "compact"])
-def test_the_same_bits_whoever_updates(states: str, passes: int, hands: Hands, tmp_path: Path) -> None:
-    *found, share = with_cores(tmp_path, states=states, passes=passes)
+def test_the_same_bits_whoever_updates(states: str, passes: int, place: str, hands: Hands, tmp_path: Path) -> None:
+    *found, share = with_cores(tmp_path, states=states, passes=passes, place=place)
     check(tuple(found), trained("device", tmp_path, clip=0.5, states=states, passes=passes))
     assert share > 0 and (hands == "host" or share < 1), "each of them had some"
 
 
+@places
 @pytest.mark.parametrize("update", ["eager", "delayed"])
-def test_whenever_updates_begin(update: str, hands: Hands, tmp_path: Path) -> None:
-    more: Any = {"update": update, "clip": 0.0} | ({"delay_after": 2} if update == "delayed" else {})
-    *found, share = with_cores(tmp_path, **more)
+def test_whenever_updates_begin(update: str, place: str, hands: Hands, tmp_path: Path) -> None:
+    more: Any = {"update": update, "clip": 0.0} | ({"delay_after": 2, "clip": 0.5} if update == "delayed" else {})
+    *found, share = with_cores(tmp_path, place=place, **more)
     check(tuple(found), trained("device", tmp_path, **more))
     assert share > 0
 
 
-@pytest.mark.parametrize("kind", [Kind.PAGE_GRADS, Kind.UPDATE, Kind.STATE_STORE, Kind.DUE, Kind.UPDATED])
-def test_delays_change_no_bit(kind: Kind, hands: Hands, tmp_path: Path) -> None:
-    *found, share = with_cores(tmp_path, {kind: 0.002})
+DELAYED = (Kind.PAGE_GRADS, Kind.UPDATE, Kind.STATE_STORE, Kind.DUE, Kind.UPDATED, Kind.GRAD_STORE)
+
+
+@places
+@pytest.mark.parametrize("kind", DELAYED)
+def test_delays_change_no_bit(kind: Kind, place: str, hands: Hands, tmp_path: Path) -> None:
+    *found, share = with_cores(tmp_path, {kind: 0.002}, place)
     check(tuple(found), trained("device", tmp_path, clip=0.5))
     assert share > 0
 

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import overspill
+from overspill.kernels import cpu
 from overspill.plan import solver
 from overspill.runtime import handing
+from overspill.runtime.cores import Cores
 from overspill.runtime.lanes import Ticket
+from overspill.specs import Hands
 from tests import small
 from tests.both import adamw
 from tests.cpu.test_ahead import of_length
-from tests.races import Gpu, Stream, simulated
+from tests.races import Gpu, Stream, simulated, with_cores
 
 ROLES = ("weight", "grad", "state")
 PLACES = ("device device host", "host device host", "device host host", "host host host", "host host device")
@@ -72,6 +75,30 @@ def test_nobody_is_early_in_other_settings(homes: str, told: Any, monkeypatch: p
     with simulated(monkeypatch, seed=1) as gpu:
         model, optimizer = prepared(small.build(), homes, **told)
         loop(model, optimizer, lambda step: of_length(model, 5, step), told.get("micro_batches", 1), clip=0.5)
+    check(gpu)
+
+
+@pytest.fixture
+def short_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the cores find something to do."""
+    monkeypatch.setattr(solver, "DEPTHS", (2,))
+    monkeypatch.setattr(solver, "MOST_SLOTS", 2)
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="no native library")
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("homes", PLACES[:4])
+@pytest.mark.parametrize("hands", ["split", "host"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_cores_are_not_early(
+    homes: str, update: str, hands: Hands, passes: int, short_ring: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nobody is early who comes behind them."""
+    with simulated(monkeypatch, seed=passes) as gpu:
+        updated = with_cores(monkeypatch, gpu, hands, 0.001)
+        model, optimizer = prepared(small.build(), homes, update=update, micro_batches=passes)
+        loop(model, optimizer, lambda step: of_length(model, 5, step), passes, 0.0 if update == "eager" else 0.5)
+    assert updated
     check(gpu)
 
 
@@ -192,3 +219,14 @@ def test_who_is_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         loop(model, optimizer, lambda step: of_length(model, 5, step))
     assert any("on main does not come behind aten.copy_.default [MainThread] on lane up" in each for each in gpu.found)
     assert any("main has memory that lane down still needs" in each for each in gpu.found)
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="no native library")
+def test_cores_that_are_early_are_found(short_ring: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated(monkeypatch, slow=0.95) as gpu:
+        with_cores(monkeypatch, gpu, "host")
+        run = Cores._run
+        monkeypatch.setattr(Cores, "_run", lambda cores, task: run(cores, dataclasses.replace(task, arrived=None)))
+        model, optimizer = prepared(small.build(), PLACES[2])
+        loop(model, optimizer, lambda step: of_length(model, 5, step))
+    assert any("on cores does not come behind aten.copy_.default [overspill-pager] on way down" in f for f in gpu.found)

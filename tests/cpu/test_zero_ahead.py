@@ -1,10 +1,16 @@
-"""Over ranks, as on GPUs: pages by a thread of their own give the bits that updates on demand give."""
+"""Over ranks, as on GPUs: pages by a thread of their own, or by the host's cores, give the bits of those on demand."""
 
 import pytest
 import torch.distributed as dist
 
+from overspill.kernels import cpu, executors
+from overspill.kernels.reference import ieee_root
+from overspill.plan import sharing
+from overspill.plan.hands import Chosen
 from overspill.program import Kind
 from overspill.runtime import pager, parts, rooms
+from overspill.runtime.kernel_update import KernelUpdate
+from overspill.specs import Hands
 from tests.ranks import run
 from tests.zero import Case, digest, spilled
 
@@ -15,36 +21,50 @@ CASES = [
 ]
 
 
-def both_ways(cases: list[Case]) -> list[tuple[Case, tuple[object, object]]]:
-    """What each case gives on demand, and by the thread with one rank that is late."""
+WAYS: tuple[tuple[set[str], Hands], ...] = ((set(), "streamed"), ({"cpu"}, "streamed"), ({"cpu"}, "host"))
+"""Where there is a thread of pages, and who updates."""
+
+
+def every_way(cases: list[Case]) -> list[tuple[Case, list[object]]]:
+    """What each case gives on demand; by the thread, with one rank that is late; and by the cores, which read gradients
+    in their homes."""
     dist.init_process_group("gloo")
-    found = []
-    started = []
-    begin = pager.Pager.__init__
+    found, started, updated = [], list[object](), list[object]()
+    begin, run_on_host = pager.Pager.__init__, KernelUpdate.run_on_host
 
     def noted(*given: object) -> None:
         started.append(given)
         begin(*given)  # type: ignore[arg-type]
 
+    def counted(*given: object) -> None:
+        updated.append(given)
+        run_on_host(*given)  # type: ignore[arg-type]
+
     pager.Pager.__init__ = noted  # type: ignore[method-assign]
+    KernelUpdate.run_on_host = counted  # type: ignore[method-assign]
+    # The root of the cores, and of a GPU.
+    executors.torch_root, parts.CORES = ieee_root, {"cpu"}
     for case in cases:
-        outcomes = []
-        for kinds in (set(), {"cpu"}):
+        outcomes = list[object]()
+        for kinds, hands in WAYS if cpu.library() is not None else WAYS[:2]:
             parts.PAGED = rooms.PIECES = kinds
+            sharing.choose = lambda speeds, sizes, hands=hands: Chosen(hands)
             started.clear()
+            updated.clear()
             late = {Kind.REDUCE: 0.002, Kind.GATHER: 0.002} if kinds and dist.get_rank() == 1 else {}
             (losses, got, _), _ = spilled(case, late)
             assert bool(started) == bool(kinds), "the thread is what is tested here"
+            assert bool(updated) == (hands != "streamed"), "and the cores"
             outcomes.append((digest(got), losses))
-        found.append((case, (outcomes[0], outcomes[1])))
+        found.append((case, outcomes))
     dist.destroy_process_group()
     return found
 
 
 def check(size: int, cases: list[Case]) -> None:
-    for rank, found in enumerate(run(both_ways, size, cases, timeout=250)):
-        for case, (on_demand, ahead) in found:
-            assert on_demand == ahead, f"rank {rank}: {case}"
+    for rank, found in enumerate(run(every_way, size, cases, timeout=250)):
+        for case, (on_demand, *others) in found:
+            assert all(other == on_demand for other in others), f"rank {rank}: {case}"
 
 
 def test_two_ranks() -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import overspill
-from overspill import measured
-from overspill.plan import solver
+from overspill.plan import sharing, solver
 from overspill.plan.hands import Chosen
 from overspill.program import Kind
 from overspill.runtime.kernel_update import KernelUpdate
@@ -27,6 +26,7 @@ WIDTH, LAYERS, STEPS = 384, 10, 12
 HOMES = {
     "device": {"weight": "device", "grad": "device", "state": "device"},
     "states": {"weight": "device", "grad": "device", "state": "host"},
+    "offload": {"weight": "device", "grad": "host", "state": "host"},
     "gradients": {"weight": "device", "grad": "host", "state": "device"},
     "weights": {"weight": "host", "grad": "device", "state": "host"},
     "host": {"weight": "host", "grad": "host", "state": "host"},
@@ -316,17 +316,18 @@ def test_plans_hold_over_a_thousand_steps_of_all_lengths(monkeypatch: pytest.Mon
     overspill.close(model)
 
 
+@pytest.mark.parametrize("place", ["states", "offload", "host"])
 @pytest.mark.parametrize("hands", ["split", "host"])
 @pytest.mark.parametrize("states", ["exact", "bf16", "compact"])
 def test_the_hosts_cores_give_the_same_bits(
-    states: str, hands: Hands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    states: str, hands: Hands, place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """They take pages from the ring's thread, where those live."""
+    """They take pages from the ring's thread, where those live, and gradients where they are."""
     monkeypatch.setattr(solver, "PAGE", (64 * KiB, 256 * KiB))
     monkeypatch.setattr(solver, "DEPTHS", (2,))
     monkeypatch.setattr(solver, "MOST_SLOTS", 2)
     expected = trained("device", tmp_path, clip=1e-3, states=states)
-    monkeypatch.setattr(measured, "choose", lambda speeds, sizes: Chosen(hands, "as told"))
+    monkeypatch.setattr(sharing, "choose", lambda speeds, sizes: Chosen(hands, "as told"))
     updated: list[int] = []
     run = KernelUpdate.run_on_host
 
@@ -335,11 +336,11 @@ def test_the_hosts_cores_give_the_same_bits(
         run(update, page, *rest)
 
     monkeypatch.setattr(KernelUpdate, "run_on_host", run_on_host)
-    for kind in (None, Kind.PAGE_GRADS, Kind.STATE_FETCH, Kind.UPDATE, Kind.STATE_STORE):
+    for kind in (None, Kind.PAGE_GRADS, Kind.STATE_FETCH, Kind.UPDATE, Kind.STATE_STORE, Kind.GRAD_STORE):
         updated.clear()
-        check(trained("states", tmp_path, {kind: 0.002} if kind else None, clip=1e-3, states=states), expected)
+        check(trained(place, tmp_path, {kind: 0.002} if kind else None, clip=1e-3, states=states), expected)
         assert updated, "the cores had no page"
-    check(trained("states", tmp_path, update="eager", states=states), trained("device", tmp_path, states=states))
+    check(trained(place, tmp_path, update="eager", states=states), trained("device", tmp_path, states=states))
 
 
 def test_a_thread_that_never_used_the_gpu(tmp_path: Path) -> None:
