@@ -13,8 +13,16 @@
 namespace overspill {
 namespace {
 
-// Elements: long enough to make up for taking it, short enough that the last ones end together.
-constexpr std::int64_t PIECE = 1 << 16;
+// Elements of a piece: long enough to make up for taking it (and for memory to be read ahead, where there is much of it),
+// short enough that the last ones end together. Powers of two, so that no block is cut.
+constexpr std::int64_t SHORTEST = 1 << 14, LONGEST = 1 << 20;
+constexpr std::int64_t PIECES = 16;  // of each thread, at least, between these two
+
+std::int64_t piece_of(std::int64_t count, int threads) {
+    std::int64_t piece = LONGEST;
+    while (piece > SHORTEST && count < piece * PIECES * threads) piece /= 2;
+    return piece;
+}
 
 // What is left of one thread's part, alone in its line of the caches.
 struct alignas(64) Part {
@@ -69,10 +77,11 @@ private:
     // Each thread has a part of its own, so that all of memory is worked on at once, wherever its pages are.
     void divide(std::int64_t count, int threads) {
         if (static_cast<int>(parts_.size()) < threads) parts_ = std::vector<Part>(threads);
-        const std::int64_t pieces = (count + PIECE - 1) / PIECE;
+        piece_ = piece_of(count, threads);
+        const std::int64_t pieces = (count + piece_ - 1) / piece_;
         for (int i = 0; i < threads; ++i) {
-            const std::int64_t end = pieces * (i + 1) / threads * PIECE;
-            parts_[i].next.store(pieces * i / threads * PIECE);
+            const std::int64_t end = pieces * (i + 1) / threads * piece_;
+            parts_[i].next.store(pieces * i / threads * piece_);
             parts_[i].end = end < count ? end : count;
         }
         shared_ = threads;
@@ -83,9 +92,9 @@ private:
         for (int i = 0; i < shared_; ++i) {
             Part& part = parts_[(own + i) % shared_];
             for (;;) {
-                const std::int64_t at = part.next.fetch_add(PIECE);
+                const std::int64_t at = part.next.fetch_add(piece_);
                 if (at >= part.end) break;
-                (*work_)(at, at + PIECE < part.end ? at + PIECE : part.end);
+                (*work_)(at, at + piece_ < part.end ? at + piece_ : part.end);
             }
         }
     }
@@ -117,6 +126,7 @@ private:
     const std::function<void(std::int64_t, std::int64_t)>* work_ = nullptr;
     std::vector<Part> parts_;
     int shared_ = 0;
+    std::int64_t piece_ = SHORTEST;
     std::uint64_t turn_ = 0, moves_ = 0;
     cpu_set_t where_{};
     int wanted_ = 0, busy_ = 0, count_of_threads_ = 0;
@@ -140,7 +150,7 @@ Pool& pool() {
 }  // namespace
 
 void share(std::int64_t count, int threads, const std::function<void(std::int64_t, std::int64_t)>& work) {
-    const std::int64_t pieces = (count + PIECE - 1) / PIECE;
+    const std::int64_t pieces = (count + SHORTEST - 1) / SHORTEST;
     if (threads > pieces) threads = static_cast<int>(pieces);
     if (threads <= 1) {
         if (count > 0) work(0, count);
