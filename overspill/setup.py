@@ -52,9 +52,9 @@ log = logging.getLogger("overspill")
 HOMES: tuple[TierName, ...] = ("host", "nvme")
 LATER = ("activations", "grad", "gradients before their update")
 """Of the device, what nobody has before the first step."""
-LEFT = 64 * MiB
+SPARE = 64 * MiB
 """Bytes of the machine's memory that are left for whatever else the process takes while it is filled."""
-STAGING = 2**20
+MORE_STAGING = 2**20
 """Bytes of each of two buffers beside the disk room that is taken beyond the plan."""
 SEPARABLE = ELEMENTWISE | {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
 """torch's optimizers that treat every parameter by itself."""
@@ -203,7 +203,7 @@ def refuse_more_than_there_is(model: nn.Module, made: Plan, ground: Ground) -> N
     # What the model takes now is given up part by part, as it moves in.
     here = sum(local_of(t).nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == "cpu")
     more = ground.local_ranks * max(0, owned + made.peak("host") - here)
-    mine = [more + LEFT if more else 0, host_available()]
+    mine = [more + SPARE if more else 0, host_available()]
     heard = ground.comm.exchange(mine) if ground.comm is not None else [mine]
     needed, there = max(heard, key=lambda each: each[0] - each[1])
     if needed > there:
@@ -211,7 +211,7 @@ def refuse_more_than_there_is(model: nn.Module, made: Plan, ground: Ground) -> N
         raise BudgetError(
             f"expected a plan that fits the memory of this machine, found one that takes {human(needed)} more of it "
             f"({human(owned)} on the device, which is plain memory without a GPU, {human(made.peak('host'))} on the "
-            f"host{ranks}; {human(LEFT)} must stay free) where {human(there)} ({there} bytes) are available; give "
+            f"host{ranks}; {human(SPARE)} must stay free) where {human(there)} ({there} bytes) are available; give "
             "smaller budgets for gpu= and host=, with nvme= for the rest, or stop what else runs"
         )
 
@@ -287,7 +287,7 @@ class _Extend:
         wanted = {tier: nbytes for tier, nbytes in wanted.items() if nbytes}
         taken = Counter[TierName](wanted)
         if "nvme" in wanted:
-            taken += Counter({"host": 2 * STAGING, "nvme": tracking_bytes(wanted["nvme"])})
+            taken += Counter({"host": 2 * MORE_STAGING, "nvme": tracking_bytes(wanted["nvme"])})
         for tier, nbytes in taken.items():
             self._check(tier, nbytes, sums)
         made: dict[TierName, Tier | None] = {"device": None}
@@ -298,7 +298,7 @@ class _Extend:
         return made
 
     def _check(self, tier: TierName, nbytes: int, sums: bool) -> None:
-        budget, peak = getattr(self._made.budget, tier), self._made.peak(tier)
+        budget, peak = getattr(self._made.budget, tier), self._made.peak(tier) + self._planned.granted[tier]
         if tier == "device":
             # Activations may take less than is kept free for them, but never less than the largest unit.
             peak = self._planned.owned + max(u.weight_bytes for u in self._made.model.units)
@@ -322,7 +322,7 @@ class _Extend:
 
     def _more(self, tier: TierName, nbytes: int) -> Tier:
         node, pin = node_of(self._device), self._device.type == "cuda"
-        more: Tier = HostTier(nbytes, node=node) if tier == "host" else NvmeTier(self._paths, nbytes, STAGING, pin)
+        more: Tier = HostTier(nbytes, node=node) if tier == "host" else NvmeTier(self._paths, nbytes, MORE_STAGING, pin)
         if isinstance(more, HostTier) and pin:
             more.pin()
         self._tiers[f"{tier}+"] = more  # type: ignore[index]

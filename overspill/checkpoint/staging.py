@@ -119,19 +119,25 @@ def _link(file: str | Path, to: str | Path) -> None:
 
 
 def discard(folder: Path, name: str) -> None:
-    """Remove `folder` such that an interrupted removal leaves nothing under its name, but a leftover of `name`."""
+    """Remove `folder` such that an interrupted removal leaves nothing under its name, but a leftover of `name`, which
+    the next save removes."""
     leftover = _staging_path(folder.parent, name)
     os.rename(folder, leftover)
-    _remove(leftover)
+    try:
+        _remove(leftover)
+    except OSError as error:
+        # What replaces it is in its place and whole.
+        log.warning("the leftover folder %s could not be removed: %s", leftover, error)
 
 
 def _remove(folder: Path, ignore_errors: bool = False) -> None:
-    """Also where a folder of the user's may not be written to: what it holds is linked where it goes on."""
+    """Also where a folder may not be written to: what the user has in it is linked where it goes on."""
     for at, inner, _ in os.walk(folder):
-        for path in (os.path.join(at, name) for name in inner):
-            # Not what a link leads to.
-            if not os.path.islink(path):
-                os.chmod(path, 0o700)
+        for path in (at, *(os.path.join(at, name) for name in inner)):
+            # Not what a link leads to, and not what is open enough: it may be somebody else's.
+            if not os.path.islink(path) and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+                with contextlib.suppress(OSError):
+                    os.chmod(path, 0o700)
     shutil.rmtree(folder, ignore_errors=ignore_errors)
 
 

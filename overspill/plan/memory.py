@@ -39,7 +39,6 @@ KERNEL_WORKSPACE = 10
 """fp32 arrays of a piece's length that our own update holds: master, gradient, and what is in between."""
 CODEC_WORKSPACE = 30
 """More such arrays where states are kept in less than fp32: integers of 8 bytes, above all."""
-NVME_BLOCK = BLOCK
 STAGING = (128 * KiB, 8 * MiB)
 
 
@@ -87,7 +86,7 @@ def taken_bytes(unit: UnitSpec, role: Role, tier: TierName) -> int:
         "grad": [p.grad_bytes for p in unit.params for _ in range(p.grads)],
         "state": [page.state_bytes for page in unit.pages],
     }[role]
-    return sum(align(size, NVME_BLOCK) for size in slots)
+    return sum(align(size, BLOCK) for size in slots)
 
 
 def bytes_on(model: ModelSpec, placements: tuple[Placement, ...], role: Role, tier: TierName) -> int:
@@ -97,12 +96,12 @@ def bytes_on(model: ModelSpec, placements: tuple[Placement, ...], role: Role, ti
 
 def staging_bytes(host: int) -> int:
     """Of each of the two buffers through which nvme is read and written."""
-    return min(max(align(host // 32, NVME_BLOCK), STAGING[0]), STAGING[1])
+    return min(max(align(host // 32, BLOCK), STAGING[0]), STAGING[1])
 
 
 def tracking_bytes(total: int) -> int:
     """Blocks that a file system may charge to a file of so many bytes for keeping track of its extents."""
-    return NVME_BLOCK * (2 + total // (32 * MiB)) if total else 0
+    return BLOCK * (2 + total // (32 * MiB)) if total else 0
 
 
 def lines_elsewhere(request: Request, placements: tuple[Placement, ...], staging: int, cores: int) -> list[Line]:
@@ -128,7 +127,12 @@ def as_first(request: Request, made: Plan) -> Plan:
     uses_nvme = any(made.bytes_of("nvme", role) for role in ROLES)
     staging = made.staging if uses_nvme else 0
     elsewhere = lines_elsewhere(request, made.placements, staging, made.bytes_of("host", CORES))
+    full = made.peak("device") >= made.budget.device
     device = [line for line in made.lines if line.tier == "device" and line.what != UNPLANNED]
+    if full:
+        # Activations may have given room up for what was not planned.
+        more = made.bytes_of("device", UNPLANNED)
+        device = [replace(x, nbytes=x.nbytes + more) if x.what == "activations" else x for x in device]
     return replace(made, lines=(*device, *(line for line in elsewhere if line.nbytes)), staging=staging)
 
 

@@ -11,11 +11,12 @@ from overspill.specs import CORES_STAGED, ROLES, Limits, Placement, human, stage
 def shared(request: Request, placements: tuple[Placement, ...], limits: Limits, taken: int) -> tuple[Chosen, int]:
     """Who updates states in host memory, with these homes and so much of it taken beside them; and what the host's
     cores take there for it."""
-    staged = CORES_STAGED * staged_bytes(request.model)
+    staged, sizes = CORES_STAGED * staged_bytes(request.model), sizes_of(request.model, placements)
     if request.chosen is not None:
-        return request.chosen, staged if request.chosen.hands != "streamed" else 0
+        # Where all states moved in there is nothing left to say why of.
+        chosen = request.chosen if sizes is not None else request.chosen._replace(why="")
+        return chosen, staged if chosen.hands != "streamed" else 0
     there = staged if request.has_cores else 0
-    sizes = sizes_of(request.model, placements)
     if request.speeds is None or sizes is None or limits.depth == 1:
         return STREAMED, there
     if any("nvme" in (p.state, p.grad) for p in placements):
@@ -34,11 +35,13 @@ def moved(request: Request, placements: tuple[Placement, ...], limits: Limits) -
     found = Counter(simulated(request, placements, limits).moved)
     for unit, placement in zip(request.model.units, placements, strict=True):
         if limits.hands == "host" and is_shareable(placement):
-            weights = sum(p.nbytes for p in unit.params if p.trainable)
+            # Of what this rank updates.
+            parts = [(part.numel, unit.params[part.param]) for page in unit.pages for part in page.parts]
+            weights = sum(numel * spec.dtype.itemsize for numel, spec in parts)
             found[Lane.UP] += weights - unit.state_bytes
             found[Lane.DOWN] += weights - unit.state_bytes
             if placement.grad == "device":
-                found[Lane.DOWN] += unit.made_bytes
+                found[Lane.DOWN] += sum(numel * spec.grad_item for numel, spec in parts)
             else:
                 found[Lane.UP] -= sum(page.grad_bytes for page in unit.pages)
     return {str(lane): n for lane, n in found.items()}

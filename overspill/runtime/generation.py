@@ -24,7 +24,7 @@ from torch import Tensor
 from overspill.errors import StateError
 from overspill.specs import ParamSpec, Span
 from overspill.trace import own_time
-from overspill.units.layout import NARROW as NARROW
+from overspill.units.layout import NARROW
 
 
 def full_dtype(spec: ParamSpec) -> torch.dtype:

@@ -16,12 +16,13 @@ from overspill.program import Grad, Lane
 from overspill.runtime.backward import in_backward
 from overspill.runtime.coming import Coming
 from overspill.runtime.executor import Executor
-from overspill.runtime.generation import NARROW, Change, Generation, check_change, full_dtype
+from overspill.runtime.generation import Change, Generation, check_change, full_dtype
 from overspill.runtime.gradient_bytes import GradientBytes
 from overspill.runtime.passing import Passing
 from overspill.runtime.reduced import Reduced
 from overspill.runtime.reduction import Reduction
 from overspill.runtime.rooms import Rooms
+from overspill.units.layout import NARROW
 from overspill.units.unit import Unit
 
 

@@ -30,11 +30,10 @@ from torch.utils._pytree import tree_map_only
 
 from overspill.runtime.backward import in_backward
 from overspill.runtime.door import Prepared, say_once
-from overspill.runtime.generation import NARROW
 from overspill.runtime.turns import Turns
 from overspill.runtime.untraced import untraced
 from overspill.trace import own_time
-from overspill.units.layout import Layout
+from overspill.units.layout import NARROW, Layout
 
 log = logging.getLogger("overspill")
 

@@ -12,9 +12,9 @@ from overspill.errors import ModelError, OptionError, StateError
 from overspill.runtime.early import early
 from overspill.runtime.engine import Engine
 from overspill.runtime.executor import STATES
-from overspill.runtime.generation import NARROW
 from overspill.runtime.loads import loading
 from overspill.trace import own_time
+from overspill.units.layout import NARROW
 from overspill.units.local import local_of, part_for, wrapped
 
 

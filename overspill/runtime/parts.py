@@ -18,7 +18,6 @@ from overspill.runtime.adopt import Source, adopt
 from overspill.runtime.backward import in_backward
 from overspill.runtime.collect import Collector
 from overspill.runtime.executor import Executor
-from overspill.runtime.generation import NARROW
 from overspill.runtime.gradient_bytes import GradientBytes
 from overspill.runtime.gradients import Gradients
 from overspill.runtime.kernel_update import KernelUpdate
@@ -36,7 +35,7 @@ from overspill.runtime.weights import Weights
 from overspill.specs import BLOCK, Budget, ParamSpec, TierName, UnitSpec, align, human
 from overspill.tiers import DeviceTier, HeldBudget, Tier, host_available
 from overspill.trace import Recorder
-from overspill.units.layout import Layout
+from overspill.units.layout import NARROW, Layout
 from overspill.units.unit import Unit
 
 if TYPE_CHECKING:

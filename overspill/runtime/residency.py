@@ -21,11 +21,11 @@ from overspill.runtime.backward import in_backward
 from overspill.runtime.copies import Copies
 from overspill.runtime.door import Closed, Open, Prepared, register, set_door
 from overspill.runtime.executor import Executor
-from overspill.runtime.generation import NARROW
 from overspill.runtime.loads import Loads
 from overspill.runtime.parts import Parts
 from overspill.runtime.turns import Turns
 from overspill.specs import Phase
+from overspill.units.layout import NARROW
 from overspill.units.local import local_of, version_of
 from overspill.units.unit import Unit
 

@@ -72,7 +72,8 @@ class Steps:
                 generation = self._taken(part.generation)
             else:
                 # The user's own tensor, or another parameter's gradient: either may change before the update runs.
-                self._say_unscaled(spec.name)
+                if not isinstance(part, GradHandle):
+                    self._say_unscaled(spec.name)
                 generation = self._parts.made.grads.take(unit, index, part_for(p, gradient.detach().clone()))
             found.setdefault(unit, []).append(Taken(index, generation, generation.changes))
         return found

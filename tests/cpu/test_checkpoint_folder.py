@@ -228,8 +228,40 @@ def replaced_by_nobody(elsewhere: str) -> None:
             save(path, value)
             assert (closed / "kept").exists() and closed.stat().st_mode & 0o777 == 0o500
             assert value_of(path) == value and names(Path(parent)) == ["latest"]
-        for folder in (closed.parent, closed):
+        path.chmod(0o555)
+        with pytest.raises(TierError, match="Permission denied"):
+            save(path, 4.0)
+        assert value_of(path) == 3.0 and names(Path(parent)) == ["latest"]
+        for folder in (path, closed.parent, closed):
             folder.chmod(0o700)
+
+
+def shared_with_another(parent: str) -> None:
+    """Who saves may write to a folder of somebody else's, and may not change its mode."""
+    path = Path(parent) / "latest"
+    save(path, 1.0)
+    notes = path / "notes"
+    notes.mkdir()
+    (notes / "first").touch()
+    os.chown(notes, 12345, 12345)
+    notes.chmod(0o777)
+    os.chown(parent, 65534, 65534)
+    for entry in (path, *path.iterdir()):
+        if entry != notes:
+            os.chown(entry, 65534, 65534)
+    os.setuid(65534)
+    for value in (2.0, 3.0):
+        save(path, value)
+        assert value_of(path) == value and names(Path(parent)) == ["latest"] and (notes / "first").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give folders away")
+def test_folders_of_somebody_else_are_replaced() -> None:
+    with tempfile.TemporaryDirectory() as parent:
+        apart = multiprocessing.get_context("fork").Process(target=shared_with_another, args=(parent,))
+        apart.start()
+        apart.join()
+        assert apart.exitcode == 0
 
 
 def test_folders_that_nobody_may_write_to_are_replaced(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from overspill.errors import (
     UnknownOptionError,
 )
 from overspill.runtime.watch import ShapeWatch
-from overspill.setup import LEFT
+from overspill.setup import SPARE
 from tests import small
 from tests.both import AWAY, HERE, adamw, everywhere, losses, prepare, train
 from tests.reference import differing, weights
@@ -115,8 +115,8 @@ def test_budgets_beyond_the_memory_of_a_machine_without_a_gpu(place, tmp_path: P
     planned = overspill.plan(model, adamw(model), **keywords)
     here = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     owned = planned.peak("device") - planned.bytes_of("device", "activations")
-    least = owned + planned.peak("host") - here + LEFT
-    assert least > LEFT
+    least = owned + planned.peak("host") - here + SPARE
+    assert least > SPARE
     monkeypatch.setattr("overspill.setup.host_available", lambda: least - 1)
     refused(BudgetError, rf"fits the memory of this machine, .*\({least - 1} bytes\) are available; give", **keywords)
     assert overspill.plan(model, adamw(model), **keywords) == planned, "it may be for another machine"

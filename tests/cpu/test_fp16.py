@@ -238,6 +238,15 @@ def test_what_a_function_puts_there_by_itself_is_told_of(tmp_path: Path, caplog:
     assert [record.message.count("'1.weight' is a tensor of yours") for record in caplog.records].count(1) == 1
 
 
+def test_the_gradient_of_another_parameter_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model, optimizer = overspill.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp16")
+    model(inputs()).square().mean().backward()
+    model[0].weight.grad = model[1].weight.grad
+    optimizer.step()
+    assert not any("is a tensor of yours" in record.message for record in caplog.records)
+
+
 def test_norms_of_wide_gradients_are_those_of_their_bytes() -> None:
     model: Any = nn.Linear(4, 1, bias=False)
     model, _ = overspill.prepare(model, torch.optim.SGD(model.parameters()), precision="fp16")

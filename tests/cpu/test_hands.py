@@ -159,6 +159,22 @@ def test_a_plan_says_which_units_who_updates(measured: Any) -> None:
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="no native library")
+@pytest.mark.parametrize("place", ["states", "offload"])
+def test_what_moves_over_ranks_is_their_own_part(place: str, measured: Any) -> None:
+    """Where the cores update, only what this rank updates goes up and down."""
+    measured(both=6e9, dram=4 * 90e9, cores=1.6e9)
+    model = small.build()
+    homes = {"weight": "device", "grad": "host" if place == "offload" else "device", "state": "host"}
+    asked = {"place": homes, "precision": "bf16", "gpu": "64MiB", "host": "64MiB", "world": 4, "zero": 1}
+    plan = overspill.plan(model, adamw(model), **asked)
+    parts = [(part, unit.params[part.param]) for unit in plan.model.units for page in unit.pages for part in page.parts]
+    own = sum(part.numel * spec.dtype.itemsize for part, spec in parts)
+    assert plan.limits.hands == "host" and 0 < 3 * own < sum(2 * p.numel() for p in model.parameters())
+    alone = overspill.plan(model, adamw(model), **{**asked, "place": dict.fromkeys(homes, "device")})
+    assert plan.moved["up"] - alone.moved.get("up", 0) == own
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="no native library")
 def test_slow_and_fast_links(measured: Any) -> None:
     """12 GB/s each way, and the machine of benchmarks/."""
     measured(both=24e9, dram=120e9, cores=3e9)

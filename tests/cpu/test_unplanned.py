@@ -1,7 +1,9 @@
 """Gradients wider than planned: where the budget has no room for them they are refused, and all else goes on."""
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import overspill
+from overspill import setup
+from overspill.config import options
 from overspill.errors import BudgetError
 from overspill.plan.plan import UNPLANNED
-from overspill.specs import ROLES, TIERS
+from overspill.runtime.parts import Planned
+from overspill.specs import ROLES, TIERS, MiB
 from tests import small
 from tests.places import PLACES
 from tests.ranks import run
@@ -164,6 +169,45 @@ def test_a_report_counts_what_was_taken_beyond_the_plan(place: str, tmp_path: Pa
     model, optimizer = overspill.prepare(model, adamw(model), nvme=tmp_path, place=plan)
     assert not any(line.what == UNPLANNED for line in optimizer.report()["plan"].lines)
     overspill.close(model)
+
+
+def test_what_is_taken_on_two_tiers_is_within_both_budgets(tmp_path: Path) -> None:
+    """Room on a disk takes staging in host memory, beside what was taken of that before."""
+    model = small.build()
+    keywords = {"place": PLACES["host"], "precision": "bf16", "nvme": {str(tmp_path): "1GiB"}}
+    plan = overspill.plan(model, adamw(model), **keywords)
+    plan = replace(plan, budget=replace(plan.budget, host=plan.peak("host") + 3 * MiB))
+    for first, fits in ((1 << 20, True), (2 << 20, False)):
+        planned, tiers = Planned(owned=0, peak=0, grads=0), {}
+        extend = setup._Extend(plan, planned, options(keywords), tiers, torch.device("cpu"))
+        extend({"host": first}, True)
+        with contextlib.nullcontext() if fits else pytest.raises(BudgetError, match="more on host"):
+            extend({"nvme": 4096}, True)
+        assert plan.peak("host") + planned.granted["host"] <= plan.budget.host
+        for tier in tiers.values():
+            tier.close()
+
+
+def test_a_reported_plan_gives_activations_their_room_back(tmp_path: Path) -> None:
+    """What was taken beyond a plan that fills its budget came from them; a fresh model has not taken it."""
+    model = small.build()
+    keywords = {"place": PLACES["device"], "precision": "bf16", "nvme": tmp_path}
+    roomy = overspill.plan(model, adamw(model), **keywords)
+    gpu = roomy.peak("device") - roomy.bytes_of("device", "activations") + (1 << 18)
+    model, optimizer = overspill.prepare(model, adamw(model), gpu=gpu, **keywords)
+    first, stream = optimizer.report()["plan"], small.batches()
+    for _ in range(2):
+        small.loss_of(model, next(stream)).backward()
+    told = optimizer.report()["plan"]
+    assert told.bytes_of("device", UNPLANNED) and told.peak("device") == gpu
+    assert told.bytes_of("device", "activations") < first.bytes_of("device", "activations")
+    overspill.close(model)
+    again = small.build()
+    again, optimizer = overspill.prepare(again, adamw(again), place=told)
+    plan = optimizer.report()["plan"]
+    assert first.peak("device") <= plan.peak("device") <= gpu
+    assert plan.bytes_of("device", "activations") >= first.bytes_of("device", "activations")
+    overspill.close(again)
 
 
 def on_ranks(case: Case) -> list[str]:
