@@ -27,6 +27,7 @@ from overspill.runtime.engine import Engine
 from overspill.runtime.optimizer import SpilledOptimizer
 from overspill.runtime.parts import Materials, Parts, Planned, Tiers, build
 from overspill.runtime.scaling import LossScale
+from overspill.runtime.watch import refuse_wrappers
 from overspill.specs import ROLES, MiB, TierName, human
 from overspill.tiers import (
     HeldBudget,
@@ -72,7 +73,11 @@ def say_what_is_cast(model: nn.Module, chosen: Options) -> None:
     others = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
     expected = {torch.float32} if dtype in KEPT else set()
     if dtype in KEPT and any(p.dtype == torch.float32 and not p.requires_grad for p in model.parameters()):
-        log.warning("frozen parameters of float32 are cast to %s and have no masters: their rest is lost", dtype)
+        log.warning(
+            "frozen parameters of float32 are rounded to %s for good, because only trained ones have masters; say "
+            "precision='fp32' to keep them as they are, or load them in that dtype to silence this",
+            dtype,
+        )
     if others - expected:
         found = ", ".join(sorted(str(d).removeprefix("torch.") for d in others))
         log.warning("parameters of %s are cast to %s, which is what precision= asks for", found, dtype)
@@ -144,6 +149,7 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: 
             f"expected torch 2.10 or newer for precision={chosen.precision!r}, found {torch.__version__}; update it or "
             "say precision='fp32'"
         )
+    refuse_wrappers(model)
     names = {id(p): name for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         check_kind(name, p)

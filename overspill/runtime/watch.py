@@ -1,13 +1,34 @@
-"""Notices when a prepared model gets other parameters or modules than it was prepared with."""
+"""Notices when a prepared model gets other parameters or modules than it was prepared with, or a wrapper around it.
+
+Note [Wrapped models]: DistributedDataParallel copies its sums over what is in `p.grad`, without a word to Python. Around
+a prepared model that is zeros, for its own buckets got nothing.
+"""
 
 import itertools
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from overspill.errors import ModelError
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Of those that average or divide gradients themselves, before `prepare`. See Note [Wrapped models]."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", DataParallel)
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel | DataParallel | fsdp):
+            raise ModelError(_found(type(module), f"as {name!r} in it" if name else "around it"))
+
+
+def _found(kind: type[nn.Module], where: str) -> str:
+    return (
+        f"expected a model that nothing else averages or divides, found {kind.__name__} {where}; leave it out, for "
+        "overspill does that over all ranks by itself"
+    )
 
 
 class ShapeWatch:
@@ -23,6 +44,9 @@ class ShapeWatch:
     def check(self, call: bool = False) -> None:
         """`call`: a call begins, in which torch.func.functional_call may stand other tensors in for parameters. What
         stands there at `step()` was put there to stay."""
+        around = getattr(DistributedDataParallel, "_active_ddp_module", None) if call else None
+        if around is not None and any(module is self._modules[0] for module in around.modules()):
+            raise ModelError(_found(type(around), "around the model that overspill.prepare returned"))
         same = self._params.are([module._parameters for module in self._modules], by_name=call)
         if same and self._children.are([module._modules for module in self._modules]):
             return

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import overspill
 from overspill import planning
@@ -322,6 +323,33 @@ def hooked(stages: list[int]) -> list[list[float]]:
         overspill.close(model)
     dist.destroy_process_group()
     return found
+
+
+def wrapped() -> list[str]:
+    """In DistributedDataParallel, as a script of before may do it still: before and after prepare."""
+    dist.init_process_group("gloo")
+    told = []
+    for after in (False, True):
+        model: Any = small.build()
+        optimizer: Any = torch.optim.AdamW(model.parameters())
+        model = model if after else nn.Sequential(DistributedDataParallel(model))
+        with pytest.raises(ModelError) as refused:
+            model, optimizer = overspill.prepare(model, optimizer, precision="fp32", zero=0)
+            around = DistributedDataParallel(model)
+            around(next(small.batches())["tokens"])
+        told.append(str(refused.value))
+    # Nothing is lost.
+    small.loss_of(model, next(small.batches())).backward()
+    optimizer.step()
+    overspill.close(model)
+    return told
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_wrapped_model_is_refused(ranks: int) -> None:
+    for before, after in run(wrapped, ranks):
+        assert "found DistributedDataParallel as '0' in it; leave it out" in before
+        assert "found DistributedDataParallel around the model that overspill.prepare returned" in after
 
 
 def test_what_a_hook_adds_is_multiplied_as_it_says() -> None:
