@@ -1,7 +1,7 @@
 """Notices when a prepared model gets other parameters or modules than it was prepared with, or a wrapper around it.
 
-Note [Wrapped models]: DistributedDataParallel copies its sums over what is in `p.grad`, without a word to Python. Around
-a prepared model that is zeros, for its own buckets got nothing.
+Note [Wrapped models]: DistributedDataParallel copies its sums over what is in `p.grad`, without a word to Python.
+Around a prepared model that is zeros, for its own buckets got nothing.
 """
 
 import itertools
