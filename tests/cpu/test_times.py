@@ -88,7 +88,7 @@ def test_a_disk_that_is_slower_than_the_link_counts(tmp_path: Path) -> None:
     assert made.times.passing == pytest.approx(2 * states / (1 << 18))
     unknown = planned(machine={"link": 1 << 20}, place=place, nvme=tmp_path)
     assert unknown.times is None
-    assert 'predicted step: not known: say how fast its disk is: machine= with "disk"' in str(unknown)
+    assert 'predicted step: not known: say how fast its disk is, with machine["disk"]' in str(unknown)
 
 
 def test_only_pages_of_a_thread_of_their_own_are_there_before_a_step(tmp_path: Path) -> None:
