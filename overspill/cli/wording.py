@@ -8,7 +8,7 @@ import typer
 
 _QUOTED = r"""'[^']*'|"[^"]*\""""
 _KEYWORD = re.compile(
-    rf"(?<!\S)(?P<keyword>\w+)=(?P<value>{_QUOTED}|\w+)?"
+    rf"(?<!\S)(?P<keyword>\w+)=(?P<value>(?:{_QUOTED})(?: or '\w+')*|\w+)?"
     r'|machine\["(?P<rate>\w+)"\]'
     # Found so that nothing in it is looked at.
     rf"|(?<!\w)(?:{_QUOTED})(?!\w)"
@@ -33,7 +33,7 @@ def as_options(text: str, options: Mapping[str, str]) -> str:
         name = f"machine_{found['rate']}" if found["rate"] else found["keyword"]
         if name not in options:
             return found[0]
-        value = (found["value"] or "").strip("'\"")
+        value = re.sub("""['"]""", "", found["value"] or "")
         return f"{options[name]} {value}" if value else options[name]
 
     return _KEYWORD.sub(said, text)

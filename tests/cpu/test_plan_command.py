@@ -79,8 +79,8 @@ PLANNED, TRAINED, TIMED = (options_of(app, arguments) for arguments in (["plan"]
             "found 2 GiB; set --gpu 24 or more, or raise --host, or --host and --nvme",
         ),
         (
-            "found 'compact'; expected states='exact' with kernels='auto' and micro_batches=2",
-            "found 'compact'; expected --states exact with kernels='auto' and --micro-batches 2",
+            "found 'compact'; expected states='exact' or 'bf16', kernels='auto' or micro_batches=2",
+            "found 'compact'; expected --states exact or bf16, kernels='auto' or --micro-batches 2",
         ),
         (
             'found none; say machine["link"] (and machine["disk"]): nvme="/scratch"',
