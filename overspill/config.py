@@ -17,7 +17,10 @@ Size = Literal["auto"] | str | int | float
 NvmeOption = None | str | PathLike[str] | Sequence[str | PathLike[str]] | Mapping[str | PathLike[str], Size]
 
 UNITS = {"": 1, "B": 1}
-UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+UNITS |= {f"{p}{end}": 1024**i for i, p in enumerate("KMGT", 1) for end in ("", "iB")}
+UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+LEAST_WITHOUT_UNIT = 1024**2
+"""Bytes below which a text without a unit is taken for one whose unit was forgotten."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """What weights are held in, by precision."""
@@ -42,6 +45,20 @@ LATER: dict[str, tuple[Any, ...]] = {
 """What belongs to the design and is refused until it works."""
 UNTOLD = frozenset({"activations"})
 """Keywords that have one value as yet: nobody is told of them."""
+
+_BUDGETS = "set gpu= and host= (and nvme=): what does not fit these budgets is offloaded"
+_CLIP = "call optimizer.clip_grad_norm_(...) before step()"
+SYNONYMS = {
+    **dict.fromkeys(("cpu", "ram", "cpu_memory"), "say host="),
+    **dict.fromkeys(("disk", "nvme_path"), "say nvme="),
+    **dict.fromkeys(("dtype", "mixed_precision"), "say precision="),
+    **{name: f"say precision={name!r}" for name in DTYPES},
+    **dict.fromkeys(("zero_stage", "stage"), "say zero="),
+    "gradient_accumulation_steps": "say micro_batches=",
+    **dict.fromkeys(("gradient_clipping", "max_grad_norm"), _CLIP),
+    **dict.fromkeys(("offload", "offload_optimizer", "offload_param", "cpu_offload"), _BUDGETS),
+}
+"""What to say instead of keywords that others have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +132,8 @@ def options(given: Mapping[str, Any]) -> Options:
         if name not in known:
             told = sorted(known - UNTOLD)
             near = difflib.get_close_matches(name, told, 1)
-            hint = f"did you mean {near[0]}=?" if near else f"known are {', '.join(told)}"
+            guess = f"did you mean {near[0]}=?" if near else f"known are {', '.join(told)}"
+            hint = SYNONYMS.get(name, guess)
             raise UnknownOptionError(f"expected known options, found {name}=; {hint}")
     return Options(**given)
 
@@ -151,31 +169,49 @@ def _check_place(place: Any) -> None:
 
 
 def parse_size(name: str, value: Size, there: int | None) -> int:
-    """Bytes: from a number, a text such as "24GiB", or a fraction of what is there, or all of it. `there`: None where
-    there is nothing that a share could be taken of."""
+    """Bytes: from a whole number, a text such as "24GiB", or a fraction of what is there, or all of it. `there`: None
+    where there is nothing that a share could be taken of. K, M, G and T alone are KiB, MiB, GiB and TiB, as most tools
+    of this field mean them; with a B they are powers of 1000."""
     if value == "auto" and there is not None:
         return there
     if isinstance(value, float) and there is not None:
         if 0 < value <= 1:
             return int(value * there)
         raise OptionError(
-            f"expected {name}= as a fraction between 0 and 1, bytes, or text like '24GiB', found {value!r}; give one"
+            f"expected {name}= as a fraction above 0 and up to 1, whole bytes (an int), or text like '24GiB', found "
+            f"{value!r}; give one of them"
         )
     if isinstance(value, int) and not isinstance(value, bool):
         if value > 0:
             return value
         raise OptionError(f"expected {name}= to be more than 0 bytes, found {value!r}; give more")
-    if isinstance(value, str) and re.fullmatch(r"\s*\d*\.\d*\s*", value):
+    if isinstance(value, str):
+        return _bytes_in(name, value, there)
+    raise _no_size(name, value, there)
+
+
+def _bytes_in(name: str, text: str, there: int | None) -> int:
+    """What a text with a unit says, or a large number without one."""
+    if re.fullmatch(r"\s*\d*\.\d*\s*", text):
         share = "a fraction that is no text, as 0.5, or as " if there is not None else ""
-        raise OptionError(f"expected {name}= as {share}text with a unit, as '24GiB', found {value!r}; say which")
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+        raise OptionError(f"expected {name}= as {share}text with a unit, as '24GiB', found {text!r}; say which")
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = next((n for u, n in UNITS.items() if match and u.lower() == match[2].lower()), None)
     if match is None or unit is None or float(match[1]) * unit < 1:
-        ways = "'auto', text like '24GiB' or '500MB', bytes, or a fraction"
-        if there is None:
-            ways = "text like '24GiB' or '500MB', or bytes"
-        raise OptionError(f"expected {name}= as {ways}, found {value!r}; give one of them")
+        raise _no_size(name, text, there)
+    if not match[2] and int(match[1]) < LEAST_WITHOUT_UNIT:
+        raise OptionError(
+            f"expected {name}= with a unit, found {text!r}, which is {int(match[1])} bytes; did you mean "
+            f"{match[1]}GiB or {match[1]}GB?"
+        )
     return int(float(match[1]) * unit)
+
+
+def _no_size(name: str, value: object, there: int | None) -> OptionError:
+    ways = "text like '24GiB' or '500MB', or whole bytes"
+    if there is not None:
+        ways = "'auto', text like '24GiB' or '500MB', whole bytes, or a fraction"
+    return OptionError(f"expected {name}= as {ways}, found {value!r}; give one of them")
 
 
 def parse_path(value: Any, what: str) -> Path:

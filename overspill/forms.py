@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from overspill.errors import OptionError
 from overspill.kernels.masters import KEPT
 from overspill.kernels.reference import Rule, rule_of
 from overspill.plan.plan import Plan
-from overspill.specs import Sharding, StateFormat
+from overspill.specs import ModelSpec, Sharding, StateFormat
 from overspill.units.layout import Forms
 from overspill.units.states import StateProbe
 
@@ -61,17 +62,38 @@ def _format(name: Any) -> str:
     return str(name)
 
 
-def dtypes_of(forms: Forms, chosen: Options) -> dict[str, str]:
-    """The dtype of every role, in words."""
-    narrow = forms.state.master is not None
-    compact = forms.states == "compact"
-    masters = {"bf16": "24 bits (the weight and 8)" if compact else "fp32 (the weight and 16 bits)", "fp16": "fp32"}
-    fields = forms.state.fields
+def dtypes_of(forms: Forms, chosen: Options, model: ModelSpec) -> dict[str, str]:
+    """The dtype of every role, in words: that of most parameters, where their states have several formats."""
+    narrow, fields = forms.state.master is not None, forms.state.fields
+    counts = _formats(model)
+    most = max(counts, key=lambda name: counts[name], default=chosen.states)
+    masters = {
+        "bf16": "24 bits (the weight and 8)" if most == "compact" else "fp32 (the weight and 16 bits)",
+        "fp16": "fp32",
+    }
+    state = ", ".join(f"{name} {WIDTHS[most]}" for name in fields or ()) or "none"
+    if len(counts) > 1:
+        each = [f"{name} for {_count(n)}" for name, n in sorted(counts.items(), key=lambda item: -item[1])]
+        state += f" ({each[0]} parameters, {', '.join(each[1:])})"
     return {
         "weight": chosen.precision,
         "gradient": f"{chosen.precision}, sums fp32" if narrow else chosen.precision,
         "master": masters.get(chosen.precision, "the weight itself"),
-        "state": OWN_STATES
-        if fields is None
-        else ", ".join(f"{name} {WIDTHS[chosen.states]}" for name in fields) or "none",
+        "state": OWN_STATES if fields is None else state,
     }
+
+
+def _formats(model: ModelSpec) -> Counter[str]:
+    """How many parameters have their states in each format."""
+    counts = Counter[str]()
+    for p in (p for unit in model.units for p in unit.params if p.trainable):
+        counts[p.states] += p.numel
+    return counts
+
+
+def _count(number: int) -> str:
+    """As people say it."""
+    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return str(number)

@@ -50,8 +50,8 @@ class Measured(NamedTuple):
             each = [f"overspill probe --nvme {folder}" for folder in self.folders] or ["overspill probe"]
             return f"{' and '.join(each)} {'measure' if len(each) > 1 else 'measures'} how fast bytes pass"
         if "link" not in self.machine:
-            return 'say how fast bytes pass: machine= with "link" (and "disk"), or --machine-link'
-        return 'say how fast its disk is: machine= with "disk", or --machine-disk'
+            return 'say how fast bytes pass, with machine["link"] (and machine["disk"])'
+        return 'say how fast its disk is, with machine["disk"]'
 
     def pace(self) -> Pace | None:
         """How fast bytes pass; None: there is no link."""

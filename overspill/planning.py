@@ -262,13 +262,13 @@ def _with_large_pages(
 
 def _request(laid_out: Layout, chosen: Options, where: tuple[Ground, Budget, int], forms: Forms) -> Request:
     ground, budget, page = where
-    dtypes, place = dtypes_of(forms, chosen), None if isinstance(chosen.place, Plan) else chosen.place
+    place = None if isinstance(chosen.place, Plan) else chosen.place
     folders = tuple(str(path.absolute()) for path, _ in parse_nvme(chosen.nvme))
     known = Measured(ground.device.type, ground.machine, ground.local_ranks, folders)
     return Request(
         laid_out.spec,
         budget,
-        dtypes,
+        dtypes_of(forms, chosen, laid_out.spec),
         page,
         chosen.micro_batches,
         place,

@@ -301,8 +301,8 @@ def _check(saved: Saved, body: Any, engine: Engine, optimizer: SpilledOptimizer)
         )
     if body["optimizer"] != type(optimizer.given).__name__:
         raise ModelError(
-            f"expected a checkpoint of a {type(optimizer.given).__name__}, found one of a {body['optimizer']}; use the "
-            "optimizer that it was saved with"
+            f"expected a checkpoint that was made with {type(optimizer.given).__name__}, found one made with "
+            f"{body['optimizer']}; use the optimizer that it was saved with"
         )
     fields = engine.parts.made.update.fields
     keys = {name.rsplit(": ", 1)[1] for name, entry in saved.entries.items() if entry.path.name == STATES}

@@ -78,11 +78,12 @@ class Times:
         if not self.passing:
             return "what computing takes"
         if not self.first:
-            return f"what computing takes, or {_seconds(self.passing)} over {self.by} if that is longer"
-        least = f"; at least {_seconds(self.passing)}" if self.passing > self.first else ""
+            return f"{_seconds(self.passing)} for bytes over {self.by}, or what computing takes if that is longer"
+        least, first = _seconds(self.passing), _seconds(self.first)
+        some = f", {first} of them" if first != least else ""
         return (
-            f"the first forward pass, or {_seconds(self.first)} for updates over {self.by} if that is longer, and the "
-            f"rest of computing{least}"
+            f"at least {least} for bytes over {self.by}{some} beside the first forward pass; all other computing comes "
+            f"after these {first}"
         )
 
 

@@ -2,7 +2,8 @@
 
 Thin: parses options, calls the API, shows progress. One file per command (`train`, `plan`, `bench`, `probe`;
 `app` holds them), and what they share: `options` and `settings` (what is said), `loop` (how a step goes), `meters`
-(what it takes), `recording` (what the log says of it), `screen` (how it is shown), `ranks` (the processes of a run).
+(what it takes), `recording` (what the log says of it), `screen` (how it is shown), `ranks` (the processes of a run),
+`wording` (keywords of the library, said as options).
 A run without --model: `built_in`, `workload`, `verify`. With --model: `documents` -> `data`, `text_model`,
 `fine_tune` and its `session`, `checkpoints`, `randomness`, `signals`. For `plan`: `sizes`. For `bench` and
 `probe`: the folder overspill/bench.

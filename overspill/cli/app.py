@@ -7,6 +7,7 @@ import sys
 import typer
 
 from overspill.cli.ranks import Elsewhere
+from overspill.cli.wording import as_options, options_of
 from overspill.errors import OptionError, OverspillError
 
 app = typer.Typer(
@@ -37,7 +38,7 @@ def run() -> int:
     except Elsewhere:
         return 2
     except OverspillError as error:
-        rank = os.environ.get("RANK", "0")
-        print(f"overspill{f', rank {rank}' if rank != '0' else ''}: {error}", file=sys.stderr)
+        rank, told = os.environ.get("RANK", "0"), as_options(str(error), options_of(app, sys.argv[1:]))
+        print(f"overspill{f', rank {rank}' if rank != '0' else ''}: {told}", file=sys.stderr)
         return 2
     return 0

@@ -1,5 +1,6 @@
 """`overspill plan`: where everything would live, for a model folder or for sizes. Allocates nothing."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from overspill.cli import sizes, text_model
 from overspill.cli.app import app, need
 from overspill.cli.loop import build_optimizer
 from overspill.cli.settings import OPTIMIZERS, PRECISIONS, STAGES, STATES, UPDATES, budget, option, stage
+from overspill.cli.wording import as_options
 from overspill.config import parse_size
 from overspill.errors import OptionError
 
@@ -39,8 +41,16 @@ Vocab = Annotated[int | None, o.described(MODEL, "Its vocabulary.", sizes.VOCABU
 MachineGpu = Annotated[str | None, o.described(MACHINE, "Memory of its GPU: 80GiB.", "this one's")]
 MachineHost = Annotated[str | None, o.described(MACHINE, "Its host memory: 512GiB.", "this one's")]
 MachineNvme = Annotated[str | None, o.described(MACHINE, "Room on its disks, instead of --nvme: 2TB.", "none")]
-MachineLink = Annotated[str | None, o.described(MACHINE, "Bytes over its link per second, both ways: 50GB.", "none")]
+MachineLink = Annotated[
+    str | None,
+    o.described(
+        MACHINE,
+        "Bytes over its link per second, both directions together: about 100GB for PCIe 5 x16, 50GB for PCIe 4.",
+        "none",
+    ),
+]
 MachineDisk = Annotated[str | None, o.described(MACHINE, "Bytes from or to its disks per second: 5GB.", "none")]
+RATES = {"machine_link": "--machine-link", "machine_disk": "--machine-disk"}
 World = Annotated[int, o.described(MACHINE, "Processes that train together, each with a GPU of its own.", 1)]
 Json = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
 
@@ -88,6 +98,7 @@ def plan(
         nvme=_disks(nvme, machine_nvme),
         **{**said, "gpu": budget(said["gpu"]), "host": budget(said["host"])},
     )
+    made = dataclasses.replace(made, untimed=as_options(made.untimed, RATES))
     typer.echo(made.to_json() if json else f"{what}\n{made}{_hint(made)}")
 
 
@@ -146,10 +157,10 @@ def _machine(gpu: str | None, host: str | None, rates: dict[str, str | None]) ->
             raise OptionError(
                 f"expected {option(name)} of another machine in bytes, as 80GiB, found {text!r}; say how many"
             )
-    return {tier: parse_size(option(name), text, there=None) for tier, (name, text) in sizes.items()}
+    return {tier: parse_size(name, text, there=None) for tier, (name, text) in sizes.items()}
 
 
 def _disks(paths: list[Path] | None, room: str | None) -> Any:
     if paths and room:
         raise OptionError("expected --nvme or --machine-nvme, found both; leave one out")
-    return {SOMEWHERE: room} if room else paths or None
+    return {SOMEWHERE: parse_size("machine_nvme", room, there=None)} if room else paths or None

@@ -153,7 +153,8 @@ class FineTune(Settings):
             self._check(name, getattr(self, name) >= 1, "from 1")
         self._check("validation", 0 <= self.validation < 1, "from 0 and below 1, as a share of the samples")
         self._check("states", self.states in STATES, f"to be one of {', '.join(STATES)}")
-        self._check("update", self.update in EXACT_UPDATES, f"to be one of {', '.join(EXACT_UPDATES)}")
+        own = " (delayed is for loops of your own)" if self.update in UPDATES else ""
+        self._check("update", self.update in EXACT_UPDATES, f"to be one of {', '.join(EXACT_UPDATES)}{own}")
         self._check("update", self.update == "lazy" or self.ranks == 1, "to be lazy over several ranks")
         self._check("update", self.update == "lazy" or self.precision != "fp16", "to be lazy with --precision fp16")
         self._check("clip", not self.clip or self.update != "eager", f"to be 0 with --update eager, {EAGER}")

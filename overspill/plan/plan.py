@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from overspill.plan.hands import Speeds, hands_of
@@ -146,15 +147,15 @@ class Plan:
         return [f"{role} {dtype}" for role, dtype in self.dtypes.items()]
 
     def _notes(self) -> list[str]:
-        homes: dict[Placement, list[UnitSpec]] = {}
-        for unit, placement in zip(self.model.units, self.placements, strict=True):
-            homes.setdefault(placement, []).append(unit)
+        homes: dict[Placement, list[int]] = {}
+        for index, placement in enumerate(self.placements):
+            homes.setdefault(placement, []).append(index)
         notes = []
-        for placement, units in homes.items():
-            names = units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name} ({len(units)} units)"
-            by = f", {_BY[hands_of(placement, self.limits.hands)]}" if any(unit.pages for unit in units) else ""
+        for placement, indices in homes.items():
+            paged = any(self.model.units[index].pages for index in indices)
+            by = f", {_BY[hands_of(placement, self.limits.hands)]}" if paged else ""
             where = f"weights {placement.weight}, gradients {placement.grad}, states {placement.state}"
-            notes.append(f"{names}: {where}{by}")
+            notes.append(f"{_names(self.model.units, indices)}: {where}{by}")
         if self.why:
             notes.append(f"updates of states on host: {self.why}")
         moved = ", ".join(f"{lane} {human(n)}" for lane, n in self.moved.items() if n)
@@ -163,3 +164,19 @@ class Plan:
         if self.times is not None or self.untimed:
             notes.append(f"predicted step: {self.times or f'not known: {self.untimed}'}")
         return notes
+
+
+MOST_RUNS = 6
+"""Runs of units that are named; of more, one less, and how many units the others have."""
+
+
+def _names(units: Sequence[UnitSpec], indices: Sequence[int]) -> str:
+    """Units by name: those behind each other as the first and the last of them."""
+    runs = [[place for _, place in run] for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0])]
+    named = runs if len(runs) <= MOST_RUNS else runs[: MOST_RUNS - 1]
+    ends = [(units[run[0]].name, units[run[-1]].name) for run in named]
+    names = [first if first == last else f"{first} .. {last}" for first, last in ends]
+    others = sum(map(len, runs[len(named) :]))
+    if others:
+        names.append(f"{others} others")
+    return ", ".join(names) + (f" ({len(indices)} units)" if len(indices) > 1 else "")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import overspill
+from overspill.config import SYNONYMS, Options
 from overspill.errors import (
     BudgetError,
     ModelError,
@@ -200,13 +201,36 @@ def test_an_unknown_option_is_a_type_error_and_a_value_error() -> None:
     refused(UnknownOptionError, r"found activation=; known are delay_after", activation="recompute")
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("cpu", "say host="),
+        ("nvme_path", "say nvme="),
+        ("mixed_precision", "say precision="),
+        ("bf16", "say precision='bf16'"),
+        ("zero_stage", "say zero="),
+        ("gradient_accumulation_steps", "say micro_batches="),
+        ("gradient_clipping", "call optimizer.clip_grad_norm_(...) before step()"),
+        ("offload_optimizer", "set gpu= and host= (and nvme=): what does not fit these budgets is offloaded"),
+    ],
+)
+def test_keywords_of_others_are_told_what_they_are_called_here(name: str, hint: str) -> None:
+    refused(UnknownOptionError, re.escape(f"expected known options, found {name}=; {hint}") + "$", **{name: True})
+
+
+def test_every_hint_names_keywords_that_are_there() -> None:
+    for hint in SYNONYMS.values():
+        assert set(re.findall(r"(\w+)=", hint)) <= Options.__dataclass_fields__.keys()
+
+
 def both() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = small.build()
     return model, adamw(model)
 
 
 BAD = [
-    *[{"gpu": x} for x in (0, -1, 0.0, 1.5, -0.5, "lots", "24 XiB", "-1GiB", "0GiB", "", None, True, [1])],
+    *[{"gpu": x} for x in (0, -1, 0.0, 1.5, -0.5, 24e9, "lots", "24 XiB", "-1GiB", "0GiB", "", None, True, [1])],
+    *[{"gpu": x} for x in ("24", "0", "1048575")],
     *[{"host": x} for x in (0, "24 Gigs", 2.0, False, float("nan"))],
     *[{"nvme": x} for x in (3, {"/tmp": "much"}, {"/tmp": 0}, {"/tmp": None}, {"/tmp": 0.5}, [1], {3: "1GiB"})],
     *[{"precision": x} for x in ("fp8", None, torch.float32, torch.bfloat16)],
@@ -244,9 +268,17 @@ def test_fractions_and_sizes_that_are_right(tmp_path: Path) -> None:
     assert budget(gpu=0.5, host=1.0).host == 2**31
     assert budget(gpu="0.5GiB", host=" 300 mb ").device == 2**29
     assert budget(gpu=2**28, host=" 300 mb ").host == 300_000_000
+    assert budget(gpu="64M", host="1.5g").device == 2**26 and budget(gpu="64M", host="1.5g").host == 3 * 2**29
+    assert budget(gpu="900000K", host="0.001T").device == 900_000 * 2**10
+    assert budget(gpu="1048576", host="4096B").device == 2**20 and budget(gpu="1GB", host="4096B").host == 4096
     assert budget(nvme={tmp_path: "1GiB"}).nvme == 2**30
     assert budget(nvme={tmp_path: "1GiB", tmp_path / "other": 3}).nvme == 2**30 + 3
     assert budget(nvme={tmp_path: "auto"}).nvme == pytest.approx(budget(nvme=[tmp_path]).nvme, rel=0.1)
+
+
+def test_a_size_whose_unit_was_forgotten_is_asked_for_it() -> None:
+    refused(OptionError, r"^expected gpu= with a unit, found '24', which is 24 bytes; did you mean 24GiB or", gpu="24")
+    refused(OptionError, r"up to 1, whole bytes \(an int\), or text like '24GiB', found 24000000000.0; give", gpu=24e9)
 
 
 @pytest.mark.parametrize("world", [1, 4])

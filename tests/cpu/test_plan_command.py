@@ -12,7 +12,10 @@ from torch import nn
 
 import overspill
 from overspill.cli import main
+from overspill.cli.app import app
+from overspill.cli.plan import RATES
 from overspill.cli.sizes import build, choose, parse_count
+from overspill.cli.wording import as_options, options_of
 from overspill.errors import BudgetError, OptionError
 from overspill.specs import GiB
 from tests.commands import here
@@ -62,6 +65,44 @@ def test_what_does_not_fit_is_refused_with_exit_code_2(
     told, error = capsys.readouterr()
     assert ended.value.code == 2 and not told
     assert error.startswith("overspill: expected room for")
+    assert "set --host to at least" in error and "or give --nvme a path" in error and "host=" not in error
+
+
+PLANNED, TRAINED, TIMED = (options_of(app, arguments) for arguments in (["plan"], ["train"], ["bench", "step"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "found 2 GiB; set gpu=24 or more, or raise host=, or host= and nvme=",
+            "found 2 GiB; set --gpu 24 or more, or raise --host, or --host and --nvme",
+        ),
+        (
+            "found 'compact'; expected states='exact' or 'bf16', kernels='auto' or micro_batches=2",
+            "found 'compact'; expected --states exact or bf16, kernels='auto' or --micro-batches 2",
+        ),
+        (
+            'found none; say machine["link"] (and machine["disk"]): nvme="/scratch"',
+            "found none; say --machine-link (and --machine-disk): --nvme /scratch",
+        ),
+        (
+            "the host's cores, found '/x gpu=1 y' at \"it's host=2\" where the host's host= is",
+            "the host's cores, found '/x gpu=1 y' at \"it's host=2\" where the host's --host is",
+        ),
+        ("found /data/host=3, prepare(gpu=1) and model.gpu=1", "found /data/host=3, prepare(gpu=1) and model.gpu=1"),
+    ],
+)
+def test_errors_name_options_as_the_command_calls_them(text: str, told: str) -> None:
+    assert as_options(text, PLANNED) == told
+
+
+def test_errors_name_only_options_that_the_command_has() -> None:
+    assert as_options("world=2, host=1, seed=3", PLANNED) == "--world 2, --host 1, seed=3"
+    assert as_options("world=2, host=1, seed=3", TRAINED) == "world=2, --host 1, --seed 3"
+    assert as_options("found gpu=peak:torch; host=", TIMED) == "found gpu=peak:torch; host=", "--ours has keywords"
+    assert options_of(app, []) == options_of(app, ["--help"]) == {} != options_of(app, ["bench", "chart"])
+    assert PLANNED["machine_link"] == RATES["machine_link"] and PLANNED["machine_disk"] == RATES["machine_disk"]
 
 
 MACHINE = ["--machine-gpu", "80GiB", "--machine-host", "512GiB"]
@@ -79,6 +120,10 @@ MACHINE = ["--machine-gpu", "80GiB", "--machine-host", "512GiB"]
         (["--params", "13B", "--machine-link", "50GB"], "found no --machine-gpu and no --machine-host"),
         (["--params", "13B", *MACHINE, "--machine-link", "auto"], "--machine-link of another machine in bytes.*'auto'"),
         (["--params", "13B", *MACHINE, "--machine-link", "0.5"], "--machine-link of another machine in bytes.*'0.5'"),
+        (["--params", "13B", "--machine-gpu", "24", "--machine-host", "1TiB"], "machine_gpu= with a unit, found '24'"),
+        (["--params", "13B", *MACHINE, "--machine-link", "50"], "machine_link= .* found '50', which is 50 bytes; did"),
+        (["--params", "13B", *MACHINE, "--machine-nvme", "2"], "machine_nvme= .* did you mean 2GiB or 2GB"),
+        (["--params", "13B", "--gpu", "24"], "gpu= with a unit, found '24'"),
         (["--params", "13B", *MACHINE, "--gpu", "200GiB"], "gpu= within the 80.00 GiB of that machine, found 200.00"),
         (["--params", "13B", "--nvme", ".", "--machine-nvme", "1TB"], "--nvme or --machine-nvme, found both"),
         (["--params", "13B", "--precision", "int4"], "--precision to be one of bf16, fp16, fp32"),
@@ -154,9 +199,9 @@ def test_what_a_step_takes_is_told_or_what_would_tell(monkeypatch: pytest.Monkey
     here_too = here("plan", "--params", "100M", "--gpu", "2GiB", "--host", "4GiB")
     assert "say --machine-gpu, --machine-host and --machine-link" in here_too
     unknown = here("plan", "--params", "13B", "--machine-gpu", "24GiB", "--machine-host", "256GiB")
-    assert 'machine= with "link"' in unknown
+    assert "say how fast bytes pass, with --machine-link (and --machine-disk)" in unknown
     small = ["--params", "13B", "--machine-gpu", "24GiB", "--machine-host", "256GiB", "--machine-link", "50GB"]
-    assert "predicted step: the first forward pass, or " in here("plan", *small)
+    assert "predicted step: at least " in here("plan", *small)
     disk = ["--params", "13B", "--machine-gpu", "24GiB", "--machine-host", "64GiB", "--machine-nvme", "2TB"]
-    assert "or --machine-disk" in here("plan", *disk, "--machine-link", "50GB")
+    assert "say how fast its disk is, with --machine-disk" in here("plan", *disk, "--machine-link", "50GB")
     assert "over the disk" in here("plan", *disk, "--machine-link", "50GB", "--machine-disk", "5GB")

@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
     before = None
     for build, optimizer, message in (
         (lambda: small.build(blocks=2), "adamw", "tensors that differ"),
-        (small.build, "sgd", "a SGD, found one of a AdamW"),
+        (small.build, "sgd", "was made with SGD, found one made with AdamW; use"),
     ):
         other = build()
         other, steps = overspill.prepare(other, OPTIMIZERS[optimizer](other.parameters()))

@@ -146,6 +146,25 @@ def test_norms_and_embeddings_are_exact_unless_their_group_says_otherwise() -> N
     assert set(mixed.values()) == {"exact", "bf16"}
 
 
+def test_a_plan_says_how_many_parameters_have_each_format() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(3))
+
+    def heading(states: str, said: str | None = None, **keywords: Any) -> str:
+        model = Large()
+        matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) is wide] for wide in (True, False))
+        groups = [{"params": matrices, **({"states": said} if said else {})}, {"params": rest}]
+        return str(overspill.plan(model, torch.optim.AdamW(groups), states=states, **keywords)).split("\n")[0]
+
+    told = "state exp_avg 8 bits, exp_avg_sq 8 bits (compact for 3.15 M parameters, exact for 3.07 K)"
+    assert told in heading("compact") == heading("exact", "compact")
+    assert "master 24 bits" in heading("compact")
+    assert "state exp_avg fp32, exp_avg_sq fp32)" in heading("exact")
+    assert "as the optimizer makes it)" in heading("exact", precision="fp32")
+
+
 def test_groups_of_several_formats_train_the_same_everywhere(tmp_path: Path) -> None:
     def built() -> Any:
         model = small.build()

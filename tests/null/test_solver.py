@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from overspill.plan import solver
 from overspill.plan.memory import Request
 from overspill.plan.plan import Plan
 from overspill.plan.solver import GRAIN, improve, page_sizes, solve
-from overspill.specs import ROLES, Activations, Budget, GiB, KiB, MiB, ModelSpec
+from overspill.specs import ROLES, Activations, Budget, GiB, KiB, MiB, ModelSpec, Placement
 from tests.null.test_program import unit
 
 
@@ -50,6 +51,23 @@ def test_the_smallest_host_budget_that_is_named_works_and_less_does_not(seed: in
     assert planned(spec, device, host=least).peak("host") <= least
     with pytest.raises(BudgetError):
         planned(spec, device, host=least - 1)
+
+
+def test_units_of_one_placement_are_named_without_what_is_between_them() -> None:
+    def told(homes: str) -> list[str]:
+        made = planned(model([100] * len(homes)), GiB)
+        placements = tuple(Placement(weight="host" if home == "h" else "device") for home in homes)
+        lines = str(replace(made, placements=placements)).split("\n")
+        return [line.split(":")[0] for line in lines if ": weights " in line]
+
+    assert told("ddd") == ["u0 .. u2 (3 units)"]
+    assert told("d") == ["u0"]
+    assert told("ddddhhhd") == ["u0 .. u3, u7 (5 units)", "u4 .. u6 (3 units)"]
+    assert told("dhd") == ["u0, u2 (2 units)", "u1"]
+    assert told("d" + "hd" * 6) == [
+        "u0, u2, u4, u6, u8, 2 others (7 units)",
+        "u1, u3, u5, u7, u9, u11 (6 units)",
+    ]
 
 
 @pytest.mark.parametrize("seed", range(30))
