@@ -27,6 +27,7 @@ from overspill.setup import (
     data_parallel_ranks,
     refuse_early_updates,
     say_what_is_cast,
+    say_what_only_adds_up,
 )
 from overspill.tiers import current, no_budgets
 
@@ -92,6 +93,7 @@ def prepare(
         laid_out, made = make_plan(model, optimizer, chosen, ground)
         log.info("%s", made)
         say_what_is_cast(model, chosen)
+        say_what_only_adds_up(model, optimizer)
         with current(ground.device), no_budgets(ground.device):
             engine = build_engine(model, optimizer, (laid_out, made), (chosen, ground))
     except BaseException:
