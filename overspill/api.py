@@ -174,7 +174,12 @@ def settle(model: nn.Module) -> None:
 
 
 def close(model: Model) -> Model:
-    """Give a plain model back, and the optimizer that was given to `prepare` its states."""
+    """Give a plain model back, and the optimizer that was given to `prepare` its states. A closed model stays as it is,
+    so that it may be closed in a `finally`."""
+    found = _prepared.get(model) if isinstance(model, nn.Module) else None
+    open_one = found[0]() if found is not None else None
+    if found is not None and (open_one is None or open_one.closed):
+        return model
     engine, prepared = _engine(model), _prepared[model][1]()
     assert prepared is not None, "the model keeps its optimizer"
     prepared.revive()
