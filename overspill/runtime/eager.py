@@ -50,6 +50,7 @@ class Eager:
         spoil: Callable[[BaseException], None],
     ) -> None:
         self.takes = True
+        self.strict = False
         self._spoil = spoil
         self._units = units
         self._groups = groups

@@ -12,6 +12,8 @@ class Early(Protocol):
 
     takes: bool
     """Whether updates that have begun took the gradients of the step to come."""
+    strict: bool
+    """Whether units may be refused whose updates are not pending."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside are not the last before a step."""
@@ -38,7 +40,7 @@ class Early(Protocol):
 class Lazy:
     """All updates are due with their step."""
 
-    takes = False
+    takes = strict = False
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
