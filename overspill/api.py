@@ -19,6 +19,7 @@ from overspill.replanning import CurrentPlan, watch
 from overspill.runtime.building import building
 from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine
+from overspill.runtime.loads import giving_back
 from overspill.runtime.optimizer import SpilledOptimizer, read_state
 from overspill.setup import (
     build_engine,
@@ -182,8 +183,9 @@ def close(model: Model) -> Model:
         return model
     engine, prepared = _engine(model), _prepared[model][1]()
     assert prepared is not None, "the model keeps its optimizer"
-    prepared.revive()
-    engine.close()
+    with giving_back(engine.executor):
+        prepared.revive()
+        engine.close()
     del model.__dict__["no_sync"]
     return model
 

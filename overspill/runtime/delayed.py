@@ -30,7 +30,7 @@ class Delayed:
         self, units: Sequence[Unit], arrivals: Arrivals, after: int, take: Take, keep: Callable[[Generation], None]
     ) -> None:
         self.takes = False
-        self.strict = True
+        self.strict = self.waits = True
         self._keep = keep
         self._units = units
         self._after = after
@@ -42,12 +42,19 @@ class Delayed:
         self._complete: set[int] = set()
         """Units whose updates began there, or would have: what is refused is the same in all steps, not only when hours
         of training are lost with that."""
+        self._broke_off = False
+        """Whether the last backward pass did."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._arrivals.no_sync()
 
     def check(self, units: Iterable[int] | None = None) -> None:
         """Refuse a look at units whose updates have begun, before the step that they wait for; None: at any unit."""
+        if self._arrivals.broke_off():
+            self._broke_off, self._complete = True, set(self._begun)
+        if self._broke_off and units is None:
+            # Its step can only be skipped, and whoever looks at all of the model applies what was kept.
+            self._forget()
         found = next((u for u in (self._complete if units is None else units) if u in self._complete), None)
         if found is not None:
             raise StateError(
@@ -58,8 +65,13 @@ class Delayed:
                 "update='lazy'"
             )
 
+    def passing(self) -> None:
+        self._arrivals.passes.begin()
+
     def arrived(self, unit: int, param: int) -> None:
         """A gradient is there, with all that this backward pass adds to it."""
+        self._arrivals.passes.came()
+        self._broke_off = False
         if unit in self._complete:
             raise StateError(
                 "expected one backward pass before step() with update='delayed', found that another one adds to the "
@@ -84,11 +96,12 @@ class Delayed:
         """The next pass belongs to another step."""
         self._begun.clear()
         self._complete.clear()
+        self._broke_off = False
         self._arrivals.forget()
 
     def zeroed(self) -> bool:
         """See Note [One step later], on steps that are skipped."""
-        skipped = self._arrivals.some
+        skipped = self._arrivals.some or self._broke_off
         self._forget()
         return skipped
 
