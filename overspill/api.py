@@ -19,6 +19,7 @@ from overspill.replanning import CurrentPlan, watch
 from overspill.runtime.building import building
 from overspill.runtime.door import keeper_of
 from overspill.runtime.engine import Engine
+from overspill.runtime.loads import giving_back
 from overspill.runtime.optimizer import SpilledOptimizer, read_state
 from overspill.setup import (
     build_engine,
@@ -27,6 +28,7 @@ from overspill.setup import (
     data_parallel_ranks,
     refuse_early_updates,
     say_what_is_cast,
+    say_what_only_adds_up,
 )
 from overspill.tiers import current, no_budgets
 
@@ -92,6 +94,7 @@ def prepare(
         laid_out, made = make_plan(model, optimizer, chosen, ground)
         log.info("%s", made)
         say_what_is_cast(model, chosen)
+        say_what_only_adds_up(model, optimizer)
         with current(ground.device), no_budgets(ground.device):
             engine = build_engine(model, optimizer, (laid_out, made), (chosen, ground))
     except BaseException:
@@ -172,11 +175,17 @@ def settle(model: nn.Module) -> None:
 
 
 def close(model: Model) -> Model:
-    """Give a plain model back, and the optimizer that was given to `prepare` its states."""
+    """Give a plain model back, and the optimizer that was given to `prepare` its states. A closed model stays as it is,
+    so that it may be closed in a `finally`."""
+    found = _prepared.get(model) if isinstance(model, nn.Module) else None
+    open_one = found[0]() if found is not None else None
+    if found is not None and (open_one is None or open_one.closed):
+        return model
     engine, prepared = _engine(model), _prepared[model][1]()
     assert prepared is not None, "the model keeps its optimizer"
-    prepared.revive()
-    engine.close()
+    with giving_back(engine.executor):
+        prepared.revive()
+        engine.close()
     del model.__dict__["no_sync"]
     return model
 

@@ -83,6 +83,19 @@ def say_what_is_cast(model: nn.Module, chosen: Options) -> None:
         log.warning("parameters of %s are cast to %s, which is what precision= asks for", found, dtype)
 
 
+def say_what_only_adds_up(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gradients that no step takes and no zero_grad of the optimizer drops: hardly ever what was meant."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if left:
+        log.warning(
+            "%d trainable parameters (the first is %r) are not in the optimizer: their gradients only add up; give "
+            "them to the optimizer, or freeze them with requires_grad_(False)",
+            len(left),
+            left[0],
+        )
+
+
 def compute_device(model: nn.Module) -> torch.device:
     """Where the model is, if that is a GPU; else the GPU, if there is one; else plain memory."""
     gpus = {p.device for p in model.parameters() if p.device.type == "cuda"}

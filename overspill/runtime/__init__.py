@@ -19,8 +19,8 @@ adopt.py      how values come into their homes; building.py: models that are bei
 pager.py      updates ahead of their use; handing.py: which page is next; passage.py: pages on their way through the
               ring; ways.py: on which streams; ring.py: its memory; slots.py: which of it is free; cores.py: pages that
               the host's cores update (at_home.py: gradients as those get them)
-early.py      when updates begin: lazy.py with the step; eager.py, delayed.py, arrivals.py in a backward pass; steps.py:
-              what a step takes
+early.py      when updates begin: lazy.py with the step; eager.py, delayed.py, arrivals.py in a backward pass;
+              broken.py: one that broke off; steps.py: what a step takes
 executor.py   folds the program over events; lanes.py: streams and threads that run ops; weights.py: ops on weights
 precision.py, watch.py, turns.py, measures.py: inputs of the root call; a model that was changed; threads; what a
 step took; untraced.py: functions that torch.compile leaves alone

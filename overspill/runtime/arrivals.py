@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from overspill.runtime.broken import Passes
 from overspill.tiers import streams
 from overspill.units.unit import Unit
 
@@ -35,6 +36,7 @@ class Arrivals:
         self._missing: dict[int, set[int]] = {}
         self._held = 0
         """How many `no_sync` contexts are open."""
+        self.passes = Passes()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -54,6 +56,14 @@ class Arrivals:
         self._streams.setdefault(unit, set()).add(streams.current(self._device))
         return not self._missing[unit]
 
+    def broke_off(self) -> bool:
+        """Whether a backward pass broke off: what it brought may be dropped, or added to, and so counts for nothing. It
+        is told once."""
+        found = self.passes.broke_off()
+        if found:
+            self.forget()
+        return found
+
     @property
     def some(self) -> bool:
         """Whether gradients have come since the last step, in a pass that may be the last before the next one."""
@@ -70,3 +80,4 @@ class Arrivals:
         """The next pass belongs to another step."""
         self._missing.clear()
         self._streams.clear()
+        self.passes.forget()

@@ -30,6 +30,7 @@ class Delayed:
         self, units: Sequence[Unit], arrivals: Arrivals, after: int, take: Take, keep: Callable[[Generation], None]
     ) -> None:
         self.takes = False
+        self.strict = self.waits = True
         self._keep = keep
         self._units = units
         self._after = after
@@ -38,30 +39,50 @@ class Delayed:
         self._kept: Jobs = {}
         self._begun: set[int] = set()
         """Units whose updates began in the backward passes since the last step."""
+        self._complete: set[int] = set()
+        """Units whose updates began there, or would have: what is refused is the same in all steps, not only when hours
+        of training are lost with that."""
+        self._broke_off = False
+        """Whether the last backward pass did."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._arrivals.no_sync()
 
     def check(self, units: Iterable[int] | None = None) -> None:
         """Refuse a look at units whose updates have begun, before the step that they wait for; None: at any unit."""
-        found = next((u for u in (self._begun if units is None else units) if u in self._begun), None)
+        if self._arrivals.broke_off():
+            self._broke_off, self._complete = True, set(self._begun)
+        if self._broke_off and units is None:
+            # Its step can only be skipped, and whoever looks at all of the model applies what was kept.
+            self._forget()
+        found = next((u for u in (self._complete if units is None else units) if u in self._complete), None)
         if found is not None:
             raise StateError(
                 "expected step() before the model, its states or a checkpoint are used with update='delayed', found a "
-                f"use of {self._units[found].spec.name!r}, whose last update began in the backward pass; call step() "
-                "first, or optimizer.zero_grad() to skip it; put backward passes that are not the last before it into "
-                "`with model.no_sync():`; or use update='lazy'"
+                f"use of {self._units[found].spec.name!r}, whose last update begins in the backward pass (from "
+                f"step {self._after + 2} on; the same is refused before); call step() first, or optimizer.zero_grad() "
+                "to skip it; put backward passes that are not the last before it into `with model.no_sync():`; or use "
+                "update='lazy'"
             )
+
+    def passing(self) -> None:
+        self._arrivals.passes.begin()
 
     def arrived(self, unit: int, param: int) -> None:
         """A gradient is there, with all that this backward pass adds to it."""
-        if unit in self._begun:
+        self._arrivals.passes.came()
+        self._broke_off = False
+        if unit in self._complete:
             raise StateError(
                 "expected one backward pass before step() with update='delayed', found that another one adds to the "
-                f"gradient of {self._units[unit].spec.params[param].name!r}; put the backward passes that are not the "
+                f"gradient of {self._units[unit].spec.params[param].name!r} (which cannot be done from step "
+                f"{self._after + 2} on, and is refused before); put the backward passes that are not the "
                 "last into `with model.no_sync():`, or use update='lazy'"
             )
-        if self._arrivals.complete(unit, param) and unit in self._kept and self._take(unit, self._kept[unit]):
+        if not self._arrivals.complete(unit, param):
+            return
+        self._complete.add(unit)
+        if unit in self._kept and self._take(unit, self._kept[unit]):
             _let_go(self._kept.pop(unit))
             self._begun.add(unit)
 
@@ -74,11 +95,13 @@ class Delayed:
     def _forget(self) -> None:
         """The next pass belongs to another step."""
         self._begun.clear()
+        self._complete.clear()
+        self._broke_off = False
         self._arrivals.forget()
 
     def zeroed(self) -> bool:
         """See Note [One step later], on steps that are skipped."""
-        skipped = self._arrivals.some
+        skipped = self._arrivals.some or self._broke_off
         self._forget()
         return skipped
 

@@ -2,8 +2,10 @@
 
 Nothing may change a gradient between that moment and `step()`, so there is no clipping by a norm of all. What would be
 silently different from a plain loop is refused: another learning rate at `step()`, and any look at weights or states
-before it, of which some are new already. One case torch refuses itself, as a weight changed in place: a module that is
-used twice, once inside a re-entrant checkpoint, whose backward pass is one of its own and ends before the other's.
+before it, of which some are new already. After a backward pass that broke off (broken.py) the model is between two
+steps: nobody may go on with it, but to load all of it anew, or to close it. One case torch refuses itself, as a weight
+changed in place: a module that is used twice, once inside a re-entrant checkpoint, whose backward pass is one of its
+own and ends before the other's.
 """
 
 import logging
@@ -12,10 +14,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from overspill.errors import StateError
 from overspill.runtime.arrivals import Arrivals
+from overspill.runtime.executor import LOADED, Executor, Mixed
 from overspill.runtime.generation import Generation
 from overspill.runtime.handle import gradient_of
 from overspill.runtime.steps import Jobs
@@ -24,6 +28,9 @@ from overspill.specs import human
 from overspill.units.unit import Unit
 
 log = logging.getLogger("overspill")
+
+NAMED = 3
+"""Units that a message names."""
 
 Take = Callable[[int, list[dict[str, Any]]], bool]
 """(unit, groups with the unit's own parameters): its update is due, if that is possible now."""
@@ -47,10 +54,12 @@ class Eager:
         arrivals: Arrivals,
         groups: list[dict[str, Any]],
         take: Take,
-        spoil: Callable[[BaseException], None],
+        executor: Executor,
     ) -> None:
-        self.takes = True
-        self._spoil = spoil
+        self.takes = self.waits = True
+        self.strict = False
+        self._executor = executor
+        executor.hears = self._hear
         self._units = units
         self._groups = groups
         self._take = take
@@ -69,6 +78,7 @@ class Eager:
 
     def check(self, units: Iterable[int] | None = None) -> None:
         """Refuse a look at units whose updates have begun before the step that they belong to; None: at any unit."""
+        self._hear()
         found = next((u for u in (self._taken if units is None else units) if u in self._taken), None)
         if found is not None:
             raise StateError(
@@ -78,8 +88,32 @@ class Eager:
                 "update='lazy'"
             )
 
+    def _hear(self) -> None:
+        """What a backward pass left that broke off, once updates had begun, belongs to no step any more."""
+        if not self._arrivals.broke_off():
+            return
+        found, taken = [repr(self._units[u].spec.name) for u in self._taken], bool(self._taken)
+        self._forget()
+        if not taken:
+            return
+        names = ", ".join(found[:NAMED]) + f" and {len(found) - NAMED} more" * (len(found) > NAMED)
+        left = Mixed(
+            f"that a backward pass broke off after updates of {names} had begun, with update='eager': the model is "
+            "between two steps",
+            closes=True,
+        )
+        with torch._C.DisableTorchFunctionSubclass():
+            for p in (p for groups in self._arrivals.members.values() for _, own in groups for p in own):
+                if gradient_of(p) is not None:
+                    p.grad = None
+        self._executor.mixed = dict.fromkeys(LOADED, left)
+
+    def passing(self) -> None:
+        self._arrivals.passes.begin()
+
     def arrived(self, unit: int, param: int) -> None:
         """A gradient is there, with all that this backward pass adds to it."""
+        self._arrivals.passes.came()
         name = self._units[unit].spec.params[param].name
         self._count(unit, param)
         if unit in self._taken:
@@ -128,12 +162,17 @@ class Eager:
                 generation.spent = True
 
     def zeroed(self) -> bool:
-        """A step cannot be skipped: it has begun."""
+        """A step cannot be skipped: it has begun. What came before it has may be dropped."""
         self.check()
+        self._forget()
         return False
 
     def exchange(self, jobs: Jobs, count: int) -> Jobs:
         """Not before here: a step that is refused has not come, and what has begun still belongs to it."""
+        self._forget()
+        return jobs
+
+    def _forget(self) -> None:
         for begun in self._taken.values():
             for _, generation in begun.gradients:
                 generation.spent = False
@@ -141,13 +180,13 @@ class Eager:
         self._waiting.clear()
         self._nbytes = 0
         self._arrivals.forget()
-        return jobs
 
     def flush(self) -> Jobs:
         return {}
 
     def step(self) -> frozenset[int]:
         """The units whose updates have begun; their gradients and hyperparameters must still be those."""
+        self._hear()
         for begun in self._taken.values():
             for g, hypers in begun.hypers.items():
                 if not same_values(hypers, snapshot(self._groups[g])):
@@ -164,6 +203,6 @@ class Eager:
                         "update='lazy'"
                     )
                     self._taken.clear()
-                    self._spoil(error)
+                    self._executor.give_up(error)
                     raise error
         return frozenset(self._taken)

@@ -39,7 +39,7 @@ def early(engine: Engine, groups: list[dict[str, Any]]) -> Early:
     if parts.eager:
         consumed, made = engine.executor.program.limits.consumed, max(unit.spec.made_bytes for unit in units)
         room = consumed + made if consumed else 0
-        found = Eager(units, arrivals, groups, take, engine.executor.give_up)
+        found = Eager(units, arrivals, groups, take, engine.executor)
         found.room = room
         return found
     if parts.delay_after is not None:

@@ -106,7 +106,10 @@ class Engine:
 
     def end(self, output: Any) -> Any:
         """The root's call is over; what it gives is handed out."""
-        return output if self.parts.scale is None else self.parts.scale.leave(output)
+        output = output if self.parts.scale is None else self.parts.scale.leave(output)
+        if self.early.waits and torch.is_grad_enabled():
+            hooks.before_backward(output, self.early.passing)
+        return output
 
     def arrived(self, unit: int, param: int) -> None:
         """Autograd accumulated into `p.grad`: a new gradient becomes a generation; a handle has taken it already."""

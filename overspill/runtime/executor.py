@@ -39,21 +39,28 @@ LETS_GO = frozenset((Kind.RELEASE, Kind.GRAD_DROP, Kind.PAGE_DROP, Kind.UPDATED)
 
 WEIGHTS, STATES = "weights", "states"
 LOADED = (WEIGHTS, STATES)
-"""What a load may leave mixed."""
+"""What a load may leave mixed, or a backward pass whose updates had begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """What a load left that ended in the middle."""
+    """What a load left that ended in the middle, or a backward pass."""
 
     found: str
     part: object = None
     """The module that was to be loaded; None: the whole model, or its optimizer."""
+    closes: bool = False
+    """Whether the model may be given back as it is."""
 
 
 ANEW = (
     "prepare anew: build the model and its optimizer again, and load a checkpoint; this model can neither go on nor be "
     "closed, and gives its memory back when it is deleted"
+)
+
+AS_IT_IS = (
+    "load a checkpoint (overspill.load), or the state dicts of both the model and its optimizer, and go on from there; "
+    "or call overspill.close(model), which gives it back as it is"
 )
 
 
@@ -72,8 +79,9 @@ class Executor:
         self._together: Ticket | None = None
         """The ticket of the last collective."""
         self._failed: BaseException | None = None
-        self.mixed: dict[str, Mixed] = {}
-        """What loads that failed in the middle left. Until all values are loaded, nobody may go on with it."""
+        self._mixed: dict[str, Mixed] = {}
+        self.hears: Callable[[], None] = lambda: None
+        """Looks whether a backward pass broke off."""
         self.reloads: Callable[[], bool] = lambda: False
         """Whether the caller is a load by torch, which may make it whole again."""
         self._pid = os.getpid()
@@ -86,6 +94,17 @@ class Executor:
 
     def handle(self, handlers: dict[Kind, Handler]) -> None:
         self._handlers |= handlers
+
+    @property
+    def mixed(self) -> dict[str, Mixed]:
+        """What loads left that failed in the middle, or a backward pass. Until all values are loaded, nobody may go on
+        with it."""
+        self.hears()
+        return self._mixed
+
+    @mixed.setter
+    def mixed(self, left: dict[str, Mixed]) -> None:
+        self._mixed = left
 
     def __call__(self, event: Event) -> None:
         # Autograd may run the nodes of one backward pass in two threads: those on the GPU and those on the CPU.
@@ -122,9 +141,11 @@ class Executor:
                 f"with some of its weights updated and some not; {ANEW}"
             )
         # What was written until then is no use of it, and what is whole of it stays when the rest is loaded.
-        if self.mixed and not isinstance(event, Mark) and not self.reloads():
-            found = next(iter(self.mixed.values())).found
-            raise StateError(f"expected a whole model, found {found}; load a whole checkpoint or state dict, or {ANEW}")
+        mixed = self.mixed
+        if mixed and not isinstance(event, Mark) and not self.reloads():
+            left = next(iter(mixed.values()))
+            cure = AS_IT_IS if left.closes else f"load a whole checkpoint or state dict, or {ANEW}"
+            raise StateError(f"expected a whole model, found {left.found}; {cure}")
 
     def give_up(self, error: BaseException) -> None:
         """Weights are neither those before a step nor those after it."""

@@ -284,6 +284,14 @@ def flatten(model: nn.Module) -> None:
             module.flatten_parameters()
 
 
+def before_backward(output: Any, run: Callable[[], None]) -> None:
+    """Call before a backward pass of what the root gave."""
+    hook = Hook(lambda gradients: run())
+    for t in tensors_in(output):
+        if t.grad_fn is not None:
+            t.grad_fn.register_prehook(hook)
+
+
 def next_node() -> int:
     """The number that this thread's next autograd node will get."""
     number: int = torch._C._autograd._get_sequence_nr()

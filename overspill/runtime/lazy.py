@@ -12,12 +12,19 @@ class Early(Protocol):
 
     takes: bool
     """Whether updates that have begun took the gradients of the step to come."""
+    strict: bool
+    """Whether units may be refused whose updates are not pending."""
+    waits: bool
+    """Whether it waits for backward passes."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside are not the last before a step."""
 
     def check(self, units: Iterable[int] | None = None) -> None:
         """Refuse a look at units whose updates have begun, before the step that they wait for; None: at any unit."""
+
+    def passing(self) -> None:
+        """A backward pass of what the model gave begins."""
 
     def arrived(self, unit: int, param: int) -> None:
         """A gradient is there, with all that this backward pass adds to it."""
@@ -38,12 +45,13 @@ class Early(Protocol):
 class Lazy:
     """All updates are due with their step."""
 
-    takes = False
+    takes = strict = waits = False
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def check(self, units: Iterable[int] | None = None) -> None: ...
+    def passing(self) -> None: ...
     def arrived(self, unit: int, param: int) -> None: ...
     def step(self) -> frozenset[int]:
         return frozenset()

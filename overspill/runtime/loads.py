@@ -7,6 +7,7 @@ same modules, or the whole model, were loaded to the end. Nothing of ours is cal
 first change on the model counts as mixed, for all but those whom the load itself calls, until it has ended.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from types import FrameType
 from torch import nn
 
 from overspill.runtime.executor import WEIGHTS, Executor, Mixed
+
+log = logging.getLogger("overspill")
 
 LOAD = nn.Module.load_state_dict.__code__
 
@@ -96,3 +99,18 @@ def loading(executor: Executor, *what: str) -> Iterator[Callable[[str], None]]:
         left = {key: value for key, value in before.items() if key not in what}
     finally:
         executor.mixed = left
+
+
+@contextmanager
+def giving_back(executor: Executor) -> Iterator[None]:
+    """The model is closed, even with what a backward pass left that broke off: whoever closes it in a `finally` shall
+    hear of the error that broke it off."""
+    left = executor.mixed
+    if left and all(mixed.closes for mixed in left.values()):
+        log.warning("found %s: it is given back as it is", next(iter(left.values())).found)
+        executor.mixed = {}
+    try:
+        yield
+    except BaseException:
+        executor.mixed = left
+        raise

@@ -61,7 +61,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
         self._patch_step_function()
         _take_states(optimizer, engine)
         engine.early = early(engine, self.param_groups)
-        engine.residency.check_use = engine.early.check
+        engine.residency.check_use, engine.residency.strict = engine.early.check, engine.early.strict
         # A scheduler made before prepare has put a step of its own here; it comes back with `revive`.
         self._given_step = vars(optimizer).get("step")
         optimizer.step = _refuse_step  # type: ignore[assignment,method-assign]

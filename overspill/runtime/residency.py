@@ -61,6 +61,8 @@ class Residency:
         self.check_use: Callable[[tuple[int, ...]], None] = lambda units: None
         """Refuses uses of units that may not be used now. Not by autograd, which looks itself whether weights are as
         they were in the forward pass."""
+        self.strict = False
+        """Whether it may refuse units of which nothing is pending."""
         self.look: Callable[[], object] = lambda: None
         """Somebody looks at the model from outside."""
         self.own_grads: dict[tuple[int, int], weakref.ref[Tensor] | None] = {}
@@ -121,7 +123,7 @@ class Residency:
         if self._scale is not None:
             self._scale.check_inside()
         outermost = [u for u in units if self._depth[u] == 0]
-        if outermost and self._executor.program.limits.consumed:
+        if outermost and (self.strict or self._executor.program.limits.consumed):
             # What is updated in the backward pass is not pending any more, and new before its step.
             self.check_use(units)
         if outermost and not _current(self._executor, units):

@@ -197,6 +197,10 @@ def _unit_spec(group: _Group, forms: Forms, apart: _Apart, page_bytes: int) -> U
     specs = []
     for (name, p), part, member, offset in zip(group.params, parts, members, offsets, strict=True):
         grad = forms.grad if forms.grad is not None and p.is_floating_point() else member.dtype
+        stepped = member.trainable and forms.state_bytes(p, part.shape) is not None
+        if not stepped and member.dtype in NARROW:
+            # Where there is one no step takes it, and so it adds up.
+            grad = torch.float32
         item, mine = grad.itemsize if member.trainable else 0, owned(member, offset, stripes, sharding)
         specs.append(
             ParamSpec(
@@ -210,10 +214,7 @@ def _unit_spec(group: _Group, forms: Forms, apart: _Apart, page_bytes: int) -> U
                 grad_item=item,
                 grad_bytes=align((mine.room if sharding.split("grad") else member.numel) * item),
                 owned=mine,
-                master=member.dtype in NARROW
-                and forms.state.master is not None
-                and member.trainable
-                and forms.state_bytes(p, part.shape) is not None,
+                master=member.dtype in NARROW and forms.state.master is not None and stepped,
                 states=forms.states_of(p, apart.embeddings),
                 grads=forms.grads,
             )

@@ -255,6 +255,22 @@ def test_close_gives_a_plain_model_and_the_users_optimizer(place, tmp_path: Path
 
 
 @everywhere
+def test_a_closed_model_stays_as_it_is(place, tmp_path: Path) -> None:
+    """So it may be closed in a `finally`, whoever still has its optimizer."""
+    model, optimizer = prepare(place, tmp_path)
+    train(model, optimizer)
+    overspill.close(model)
+    before = weights(model)
+    assert overspill.close(model) is model
+    del optimizer
+    gc.collect()
+    assert overspill.close(model) is model
+    assert differing(weights(model), before) == []
+    train(*overspill.prepare(model, adamw(model), place=place, nvme=tmp_path, precision="fp32"))
+    assert {type(p) for p in overspill.close(model).parameters()} == {nn.Parameter}
+
+
+@everywhere
 def test_close_in_the_middle_of_a_step(place, tmp_path: Path) -> None:
     """Gradients that have not been stepped with are plain ones afterwards."""
     plain, steps = plain_run(2)

@@ -392,6 +392,38 @@ def test_what_is_refused(tmp_path: Path) -> None:
             look(model, optimizer)
 
 
+BREACHES: dict[str, Callable[[nn.Module, Any], Any]] = {
+    **LOOKS,
+    "forward": lambda model, optimizer: next(iter(both.losses(model, 1))),
+    "weights": lambda model, optimizer: model.last.weight.norm(),
+    "close": lambda model, optimizer: overspill.close(model),
+}
+
+
+@pytest.mark.parametrize("name", BREACHES)
+@pytest.mark.parametrize("place", ["device", "host", "states"])
+def test_what_will_be_refused_is_refused_in_the_first_step(name: str, place: str, tmp_path: Path) -> None:
+    """Not after hours, in the step in which the first update is late."""
+    model, optimizer = prepared(place, tmp_path, after=40)
+    sum(passes_of(model, 1))
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"expected step\(\) before .*from step 42 on; the same is refused before"):
+            BREACHES[name](model, optimizer)
+    optimizer.step()
+    BREACHES[name](model, optimizer)
+
+
+def test_a_second_pass_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    model, optimizer = prepared("states", tmp_path, after=40, micro_batches=2)
+    one, other = both.losses(model, 2)
+    one.backward()
+    with pytest.raises(StateError, match=r"expected one backward pass before step\(\).*from step 42 on.*no_sync"):
+        other.backward()
+    optimizer.zero_grad()
+    sum(passes_of(model, 2))
+    optimizer.step()
+
+
 def test_bf16_is_the_same_everywhere(paged: bool, tmp_path: Path) -> None:
     found = [trained(*prepared(place, tmp_path, precision="bf16")) for place in ("device", "host", "states")]
     check(found[1], found[0])

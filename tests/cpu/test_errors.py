@@ -514,7 +514,6 @@ def test_a_closed_model(place, tmp_path: Path) -> None:
         "load_state_dict": lambda: optimizer.load_state_dict({}),
         "settle": lambda: overspill.settle(model),
         "full": lambda: overspill.full(model).__enter__(),
-        "close": lambda: overspill.close(model),
         "trace": lambda: overspill.trace(model, tmp_path / "trace.json").__enter__(),
     }
     for name, use in uses.items():

@@ -128,3 +128,43 @@ def test_a_frozen_model_can_be_evaluated_but_not_stepped(how: str, tmp_path: Pat
         expected = squared(plain, 0)
         torch.manual_seed(1)
         assert torch.equal(squared(model, 0), expected)
+
+
+@pytest.mark.parametrize("update", ["lazy", "eager", "delayed"])
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_what_the_optimizer_does_not_have_adds_up(
+    home: str, update: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with torch alone; the plan has room for the sums, and what it means is said, once."""
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, of: Callable[[nn.Parameter], Tensor | None]) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        sums = torch.zeros(WIDTH, WIDTH)
+        for _ in range(3):
+            model(torch.randn(4, WIDTH, generator=generator)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found = of(model[0].weight)
+            assert found is not None and not torch.equal(found, sums)
+            sums = found
+        return sums
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        return model, torch.optim.SGD(model[2].parameters(), lr=0.0)
+
+    model, optimizer = overspill.prepare(
+        *made(), gpu="64MiB", host="64MiB", place={"grad": home, "state": "host"}, update=update, delay_after=1
+    )
+    sums = run(model, optimizer, overspill.grad)
+    plain = made()
+    expected = run(*plain, lambda p: None if p.grad is None else p.grad.clone())
+    assert sums.dtype == torch.float32
+    assert torch.allclose(sums, expected, rtol=0.05, atol=0.01 * expected.abs().max().item())
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == [
+        "4 trainable parameters (the first is '0.weight') are not in the optimizer: their gradients only add up; give "
+        "them to the optimizer, or freeze them with requires_grad_(False)"
+    ]
+    overspill.close(model)
