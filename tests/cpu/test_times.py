@@ -207,11 +207,11 @@ def test_what_a_plain_loop_does_too_is_not_our_time(monkeypatch: pytest.MonkeyPa
         return next(clock) if threading.get_ident() == mine else 0.0
 
     monkeypatch.setattr(sys.modules["overspill.trace"], "time", SimpleNamespace(thread_time=thread_time))
-    own, before = OwnTime(), OwnTime.total
+    monkeypatch.setattr(OwnTime, "total", 0.0)
+    own = OwnTime()
     with own, own, own.plain():
         pass
-    assert own.seconds - before == 16.0 - 1.0 - (14.0 - 10.0)
+    assert own.seconds == 16.0 - 1.0 - (14.0 - 10.0)
     with own.plain():
         pass
-    assert own.seconds - before == 11.0, "not within a call of ours"
-    OwnTime.total = before
+    assert own.seconds == 11.0, "not within a call of ours"
