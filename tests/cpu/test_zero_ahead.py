@@ -25,9 +25,9 @@ WAYS: tuple[tuple[set[str], Hands], ...] = ((set(), "streamed"), ({"cpu"}, "stre
 """Where there is a thread of pages, and who updates."""
 
 
-def every_way(cases: list[Case]) -> list[tuple[Case, list[object]]]:
+def every_way(cases: list[Case]) -> list[tuple[Case, list[object], list[bool]]]:
     """What each case gives on demand; by the thread, with one rank that is late; and by the cores, which read gradients
-    in their homes."""
+    in their homes. And whether this rank's cores updated something: it may have too few elements of its own for them."""
     dist.init_process_group("gloo")
     found, started, updated = [], list[object](), list[object]()
     begin, run_on_host = pager.Pager.__init__, KernelUpdate.run_on_host
@@ -45,7 +45,7 @@ def every_way(cases: list[Case]) -> list[tuple[Case, list[object]]]:
     # The root of the cores, and of a GPU.
     executors.torch_root, parts.CORES = ieee_root, {"cpu"}
     for case in cases:
-        outcomes = list[object]()
+        outcomes, by_cores = list[object](), list[bool]()
         for kinds, hands in WAYS if cpu.library() is not None else WAYS[:2]:
             parts.PAGED = rooms.PIECES = kinds
             sharing.choose = lambda speeds, sizes, hands=hands: Chosen(hands)
@@ -54,17 +54,22 @@ def every_way(cases: list[Case]) -> list[tuple[Case, list[object]]]:
             late = {Kind.REDUCE: 0.002, Kind.GATHER: 0.002} if kinds and dist.get_rank() == 1 else {}
             (losses, got, _), _ = spilled(case, late)
             assert bool(started) == bool(kinds), "the thread is what is tested here"
-            assert bool(updated) == (hands != "streamed"), "and the cores"
+            assert hands != "streamed" or not updated, "and not the cores"
+            by_cores.append(bool(updated))
             outcomes.append((digest(got), losses))
-        found.append((case, outcomes))
+        found.append((case, outcomes, by_cores))
     dist.destroy_process_group()
     return found
 
 
 def check(size: int, cases: list[Case]) -> None:
-    for rank, found in enumerate(run(every_way, size, cases, timeout=250)):
-        for case, (on_demand, *others) in found:
+    of_ranks = run(every_way, size, cases, timeout=250)
+    for rank, found in enumerate(of_ranks):
+        for case, (on_demand, *others), _ in found:
             assert all(other == on_demand for other in others), f"rank {rank}: {case}"
+    for each in zip(*of_ranks, strict=True):
+        some = [any(by_rank) for by_rank in zip(*(by_cores for _, _, by_cores in each), strict=True)]
+        assert some == [hands != "streamed" for _, hands in WAYS[: len(some)]], f"{each[0][0]}: who updated"
 
 
 def test_two_ranks() -> None:
