@@ -26,8 +26,9 @@ WAYS: tuple[tuple[set[str], Hands], ...] = ((set(), "streamed"), ({"cpu"}, "stre
 
 
 def every_way(cases: list[Case]) -> list[tuple[Case, list[object], list[bool]]]:
-    """What each case gives on demand; by the thread, with one rank that is late; and by the cores, which read gradients
-    in their homes. And whether this rank's cores updated something: it may have too few elements of its own for them."""
+    """What each case gives on demand; by the thread, with one rank that is late; and by the cores, which read
+    gradients in their homes. And whether this rank's cores updated something: it may have too few elements of its
+    own for them."""
     dist.init_process_group("gloo")
     found, started, updated = [], list[object](), list[object]()
     begin, run_on_host = pager.Pager.__init__, KernelUpdate.run_on_host
