@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # what the first optimizer imports, in every process anew
 
 ROOT = Path(__file__).resolve().parents[1]
 
