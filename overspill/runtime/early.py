@@ -10,7 +10,6 @@ from overspill.runtime.delayed import Delayed
 from overspill.runtime.eager import Eager
 from overspill.runtime.engine import Engine
 from overspill.runtime.lazy import Early, Lazy
-from overspill.runtime.residency import is_seen
 from overspill.runtime.updates import Job
 
 
@@ -22,10 +21,9 @@ def early(engine: Engine, groups: list[dict[str, Any]]) -> Early:
     def begin(unit: int, jobs: list[Job]) -> bool:
         if unit in itself.executor.state.pending:
             itself.settle_units((unit,))
-        with itself.executor.views:
-            if is_seen(itself.residency, itself.executor, units[unit], unit):
-                # Whoever holds views of weights would see them before their step.
-                return False
+        if itself.residency.seen((unit,)):
+            # Whoever holds views of weights would see them before their step.
+            return False
         # An update reads its gradients where they are now, and comes behind what the current stream was given.
         arrivals.wait(unit)
         itself.parts.made.grads.moved_in()

@@ -20,7 +20,7 @@ from overspill.runtime.lazy import Early, Lazy
 from overspill.runtime.measures import Measures
 from overspill.runtime.parts import Parts
 from overspill.runtime.precision import cast_inputs
-from overspill.runtime.residency import Residency, is_seen
+from overspill.runtime.residency import Residency
 from overspill.runtime.rounds import Rounds
 from overspill.runtime.steps import Jobs, Steps
 from overspill.runtime.untraced import untraced
@@ -193,8 +193,7 @@ class Engine:
     def _show(self, units: Iterable[int]) -> None:
         """Those of which somebody holds views of weights, or has them all open, are updated now: whoever looks would
         see them before their update."""
-        with self.executor.views:
-            seen = tuple(u for u in units if is_seen(self.residency, self.executor, self.units[u], u))
+        seen = self.residency.seen(units)
         if seen:
             self.settle_units(seen)
             for unit in seen if self.rounds is not None else ():
@@ -231,9 +230,7 @@ class Engine:
     def settle_units(self, units: tuple[int, ...] | None = None) -> None:
         self.executor(Settle(units, self.residency.held()))
         # Weights of which somebody holds views may be written at any time, and again after they were brought home.
-        with self.executor.views:
-            program, state = self.executor.program, self.executor.state
-            viewed = tuple(u for u, unit in enumerate(self.units) if unit.viewed and program.has(state, u))
+        viewed = self.residency.viewed(range(len(self.units)))
         if viewed:
             self.executor(Mark(viewed, written=True))
 

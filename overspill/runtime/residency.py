@@ -7,7 +7,7 @@ of the backward node that is running: recomputing its saved tensors may call oth
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.errors import ModelError
-from overspill.program import Mark, Need
+from overspill.program import Key, Kind, Mark, Need
 from overspill.runtime import hooks
 from overspill.runtime.backward import in_backward
 from overspill.runtime.copies import Copies
@@ -100,6 +100,22 @@ class Residency:
                 self._visited = {u for u in self._visited if self._units[u].viewed}
         running = self._behind if in_backward() else ()
         return frozenset(self._visited.union(running, (u for u, depth in enumerate(self._depth) if depth)))
+
+    def viewed(self, units: Iterable[int]) -> tuple[int, ...]:
+        """Those that are here and of which somebody else holds views. (What keeps its memory for old views when it
+        leaves is seen by them, and is not what counts.)"""
+        program, state = self._executor.program, self._executor.state
+        with self._executor.views:
+            found = [u for u in units if self._units[u].viewed and program.has(state, u)]
+        for u in found:
+            # A thread that brings weights home has views of them, too.
+            self._executor.wait_issued(Key(Kind.STORE, u))
+        with self._executor.views:
+            return tuple(u for u in found if self._units[u].viewed)
+
+    def seen(self, units: Iterable[int]) -> tuple[int, ...]:
+        """Those that somebody may look at without asking for them."""
+        return tuple(units) if self.full else self.viewed(units)
 
     def need(self, units: tuple[int, ...], ahead: bool = True) -> None:
         self.turns.take()
@@ -251,9 +267,3 @@ def _escapes(unit: Unit, output: Any) -> bool:
 
 def _has_memory(t: Tensor) -> bool:
     return t.layout is torch.strided and not t.is_nested and not torch._C._functorch.is_functorch_wrapped_tensor(t)
-
-
-def is_seen(residency: Residency, executor: Executor, unit: Unit, index: int) -> bool:
-    """Whether somebody may look at a unit's weights without asking for them. (What keeps its memory for old views when
-    it leaves is seen by them, and is not what counts.)"""
-    return residency.full or (unit.viewed and executor.program.has(executor.state, index))

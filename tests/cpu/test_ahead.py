@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -408,6 +409,30 @@ def test_views_see_a_step_when_it_is_taken(paged: bool, tmp_path: Path) -> None:
     assert torch.equal(view, before)
     optimizer.step()
     assert not torch.equal(view, before)
+
+
+def test_weights_on_their_way_home_are_not_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The thread that brings them there has views of them, too. That is no reason to begin later."""
+    monkeypatch.setattr(parts, "PAGED", set())
+    model, optimizer = prepare("host", tmp_path, update="eager")
+    unit = overspill.api._engine(model).units[-1]
+    store, stored = unit.store, []
+
+    def slowly(tier: Any) -> None:
+        view = unit.flat[:]
+        time.sleep(0.05)
+        store(tier)
+        stored.append(view.numel())
+
+    monkeypatch.setattr(unit, "store", slowly)
+    for _ in range(STEPS):
+        list(passes_of(model, 1))
+        for p in unit.params:
+            with pytest.raises(StateError, match="left alone"):
+                p.grad.mul_(2)  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(stored) >= STEPS - 1
 
 
 def test_a_step_cannot_be_skipped(tmp_path: Path) -> None:
