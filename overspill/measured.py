@@ -11,7 +11,8 @@ from overspill import cgroups
 from overspill.kernels.cpu import How
 from overspill.plan.hands import UNKNOWN, Speeds, rate_of_cores
 from overspill.runtime import parts
-from overspill.specs import ModelSpec, cores_used
+from overspill.slots import cores_used
+from overspill.specs import ModelSpec
 from overspill.times import ONE_WAY, Pace
 
 

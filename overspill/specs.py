@@ -251,13 +251,14 @@ class UnitSpec:
     params: tuple[ParamSpec, ...]
     pages: tuple[PageSpec, ...]
     stripes: tuple[Stripe, ...]
+    """Of the flat buffer, one behind the other."""
     home: tuple[tuple[int, int], ...]
     """What its home holds of the flat buffer, piece behind piece: all of it, or this rank's share."""
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the flat buffer: what the device holds while the unit is used."""
-        return max((stripe.end for stripe in self.stripes), default=0)
+        return self.stripes[-1].end if self.stripes else 0
 
     @property
     def home_bytes(self) -> int:
@@ -318,40 +319,6 @@ class Placement:
 
     def of(self, role: Role) -> TierName:
         return {"weight": self.weight, "grad": self.grad, "state": self.state}[role]
-
-
-def ring_slot_bytes(model: ModelSpec, placements: Sequence[Placement], wide: bool = False) -> int:
-    """What passes through the device for one page, at most: of its state and its gradients what lives elsewhere.
-    `wide`: where gradients are fp32 though the plan has room for less."""
-    most = 0
-    for unit, placement in zip(model.units, placements, strict=True):
-        for page in unit.pages:
-            grads = sum(align(torch.float32.itemsize * part.numel) for part in page.parts) if wide else page.grad_bytes
-            state = page.state_bytes if placement.state != "device" else 0
-            most = max(most, state + (max(grads, page.grad_bytes) if placement.grad != "device" else 0))
-    return most
-
-
-CORES_STAGED = 6
-"""Pages that may be with the host's cores: one that is updated, others on their way down or up."""
-FACTORS_STAGED = 512
-"""Bytes for the numbers that the gradient of a part is multiplied with."""
-
-
-def cores_used(threads: int) -> int:
-    """How many of so many threads update pages: the loop, the thread of pages and that of the cores go on meanwhile."""
-    return max(1, threads - 3)
-
-
-def staged_bytes(model: ModelSpec) -> int:
-    """What one page's weights, gradients and factors take at most, where the host's cores update it."""
-    most, wide = 0, torch.float32.itemsize
-    for unit in model.units:
-        for page in unit.pages:
-            pairs = [(part.numel, unit.params[part.param].dtype.itemsize) for part in page.parts]
-            sizes = (align(numel * item) + align(numel * wide) + FACTORS_STAGED for numel, item in pairs)
-            most = max(most, sum(sizes))
-    return align(most, 4096)  # whole pages of the host's memory
 
 
 @dataclass(frozen=True, slots=True)

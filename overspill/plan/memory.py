@@ -9,6 +9,7 @@ from overspill.plan.hands import Chosen, Speeds
 from overspill.plan.plan import CORES, LEFT, UNPLANNED, Line, Plan
 from overspill.plan.simulate import Simulated, simulate
 from overspill.program import WAITING, Program
+from overspill.slots import ring_slot_bytes
 from overspill.specs import (
     BLOCK,
     KERNEL_PIECE,
@@ -27,7 +28,6 @@ from overspill.specs import (
     TierName,
     UnitSpec,
     align,
-    ring_slot_bytes,
 )
 from overspill.times import Pace, Passing
 

@@ -5,7 +5,8 @@ from collections import Counter
 from overspill.plan.hands import STREAMED, Chosen, choose, is_shareable, sizes_of
 from overspill.plan.memory import Request, bytes_on, simulated
 from overspill.program import Lane
-from overspill.specs import CORES_STAGED, ROLES, Limits, Placement, human, staged_bytes
+from overspill.slots import CORES_STAGED, staged_bytes
+from overspill.specs import ROLES, Limits, Placement, human
 
 
 def shared(request: Request, placements: tuple[Placement, ...], limits: Limits, taken: int) -> tuple[Chosen, int]:

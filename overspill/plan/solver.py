@@ -26,6 +26,7 @@ from overspill.plan.memory import (
 from overspill.plan.plan import Line, Plan
 from overspill.plan.sharing import moved, shared
 from overspill.program import Lane
+from overspill.slots import ring_slot_bytes
 from overspill.specs import (
     ROLES,
     TIERS,
@@ -37,7 +38,6 @@ from overspill.specs import (
     Role,
     TierName,
     human,
-    ring_slot_bytes,
 )
 from overspill.times import Passing, behind, times_of
 

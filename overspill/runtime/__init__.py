@@ -2,7 +2,7 @@
 
 engine.py     one prepared model, put together; parts.py builds what it is made of
 optimizer.py  the optimizer that the user gets back
-hooks.py      every hook there is: module calls, autograd nodes, gradients, state dicts
+hooks.py      every hook there is: module calls, autograd nodes (behind.py: what they ask for), gradients, state dicts
 residency.py  which units are open and which may not leave; door.py: closed and open parameters; copies.py, loads.py:
               state dicts that are made and loaded
 generation.py one gradient; gradients.py: all of them; gradient_bytes.py: where their bytes are; norms.py;

@@ -31,7 +31,8 @@ from overspill.runtime.passage import Passage
 from overspill.runtime.ring import Page
 from overspill.runtime.updates import OnHost, Share, Updates
 from overspill.runtime.ways import When
-from overspill.specs import CORES_STAGED, FACTORS_STAGED, Hands, align, cores_used, staged_bytes
+from overspill.slots import CORES_STAGED, FACTORS_STAGED, cores_used, staged_bytes
+from overspill.specs import Hands, align
 from overspill.tiers import HostTier, Slot, cores_near, node_of, stay_on, workers
 
 Done = Callable[[When, BaseException | None], None]

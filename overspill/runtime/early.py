@@ -10,6 +10,7 @@ from overspill.runtime.delayed import Delayed
 from overspill.runtime.eager import Eager
 from overspill.runtime.engine import Engine
 from overspill.runtime.lazy import Early, Lazy
+from overspill.runtime.residency import seen
 from overspill.runtime.updates import Job
 
 
@@ -21,7 +22,7 @@ def early(engine: Engine, groups: list[dict[str, Any]]) -> Early:
     def begin(unit: int, jobs: list[Job]) -> bool:
         if unit in itself.executor.state.pending:
             itself.settle_units((unit,))
-        if itself.residency.seen((unit,)):
+        if seen(itself.residency, (unit,)):
             # Whoever holds views of weights would see them before their step.
             return False
         # An update reads its gradients where they are now, and comes behind what the current stream was given.

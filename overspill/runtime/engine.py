@@ -20,7 +20,7 @@ from overspill.runtime.lazy import Early, Lazy
 from overspill.runtime.measures import Measures
 from overspill.runtime.parts import Parts
 from overspill.runtime.precision import cast_inputs
-from overspill.runtime.residency import Residency
+from overspill.runtime.residency import Residency, seen, viewed
 from overspill.runtime.rounds import Rounds
 from overspill.runtime.steps import Jobs, Steps
 from overspill.runtime.untraced import untraced
@@ -193,10 +193,10 @@ class Engine:
     def _show(self, units: Iterable[int]) -> None:
         """Those of which somebody holds views of weights, or has them all open, are updated now: whoever looks would
         see them before their update."""
-        seen = self.residency.seen(units)
-        if seen:
-            self.settle_units(seen)
-            for unit in seen if self.rounds is not None else ():
+        looked_at = seen(self.residency, units)
+        if looked_at:
+            self.settle_units(looked_at)
+            for unit in looked_at if self.rounds is not None else ():
                 self.residency.need((unit,), ahead=False)
 
     @untraced
@@ -230,9 +230,9 @@ class Engine:
     def settle_units(self, units: tuple[int, ...] | None = None) -> None:
         self.executor(Settle(units, self.residency.held()))
         # Weights of which somebody holds views may be written at any time, and again after they were brought home.
-        viewed = self.residency.viewed(range(len(self.units)))
-        if viewed:
-            self.executor(Mark(viewed, written=True))
+        held = viewed(self.residency, range(len(self.units)))
+        if held:
+            self.executor(Mark(held, written=True))
 
     @contextmanager
     def full(self) -> Iterator[None]:

@@ -203,11 +203,6 @@ class Executor:
         for ticket in self.tickets.of((key,)):
             ticket.wait()
 
-    def wait_issued(self, key: Key) -> None:
-        """Block until no thread is at the latest op of this key."""
-        for ticket in self.tickets.of((key,)):
-            ticket.wait_issued()
-
     def finish_latest(self, key: Key) -> None:
         """Block until the latest op of this key is done."""
         for ticket in self.tickets.of((key,)):

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from overspill.runtime.backward import in_backward
+from overspill.runtime.behind import Behind
 from overspill.runtime.door import Prepared, say_once
 from overspill.runtime.turns import Turns
 from overspill.runtime.untraced import untraced
@@ -38,7 +39,6 @@ from overspill.units.layout import NARROW, Layout
 log = logging.getLogger("overspill")
 
 CLAIMED = "overspill"
-LEAF = "torch::autograd::AccumulateGrad"
 _ONE_DTYPE = "Linear Bilinear LayerNorm GroupNorm MultiheadAttention PReLU RNN LSTM GRU"
 _CONVS = (f"Conv{way}{n}d" for way in ("", "Transpose") for n in (1, 2, 3))
 ONE_DTYPE = {getattr(nn, name).forward for name in (*_ONE_DTYPE.split(), *_CONVS)}
@@ -65,6 +65,8 @@ class Calls(Protocol):
 
     @property
     def turns(self) -> Turns: ...
+    @property
+    def behind(self) -> Behind: ...
     def enter(self, units: tuple[int, ...]) -> None: ...
     def exit(self, units: tuple[int, ...], output: Any) -> tuple[int, ...]: ...
     def backward(self, units: tuple[int, ...]) -> None: ...
@@ -302,12 +304,13 @@ def claim(units: tuple[int, ...], own: range, tensors: Any, listener: Calls) -> 
     """Ask for `units` before any node behind `tensors` runs that has one of these numbers; how many there are.
     See Note [Backward needs]."""
 
-    need = Hook(lambda gradients: listener.backward(units))
+    need = Hook(lambda gradients: listener.backward(units), lambda gradients: listener.behind.goes_on(units))
     todo = [t.grad_fn for t in tensors_in(tensors) if t.grad_fn is not None]
     seen: dict[int, Any] = {}
     while todo:
         node = todo.pop()
-        if id(node) in seen or node.name() == LEAF or node._sequence_nr() not in own:
+        # (A leaf's number is larger than any other.)
+        if id(node) in seen or node._sequence_nr() not in own:
             continue
         seen[id(node)] = node
         todo += [following for following, _ in node.next_functions if following is not None]

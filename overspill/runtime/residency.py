@@ -18,6 +18,7 @@ from overspill.errors import ModelError
 from overspill.program import Key, Kind, Mark, Need
 from overspill.runtime import hooks
 from overspill.runtime.backward import in_backward
+from overspill.runtime.behind import Behind
 from overspill.runtime.copies import Copies
 from overspill.runtime.door import Closed, Open, Prepared, register, set_door
 from overspill.runtime.executor import Executor
@@ -38,14 +39,14 @@ class Residency:
 
     def __init__(self, model: nn.Module, parts: Parts) -> None:
         self._model = model
-        self._executor = parts.executor
+        self.executor = parts.executor
         self._recorder = parts.made.recorder
         self._check_room = parts.check_room
         self.masters = parts.made.masters
         self._scale = parts.scale
-        self._units = parts.units
-        self._places = {id(p): (u, i) for u, unit in enumerate(self._units) for i, p in enumerate(unit.params)}
-        self._depth = [0] * len(self._units)
+        self.units = parts.units
+        self._places = {id(p): (u, i) for u, unit in enumerate(self.units) for i, p in enumerate(unit.params)}
+        self._depth = [0] * len(self.units)
         self._versions: dict[int, list[int]] = {}
         self._visited: set[int] = set()
         self.full = False
@@ -53,9 +54,8 @@ class Residency:
         self.closed = False
         """The model is plain again. What graphs from before refer to was left whole for them."""
         self._last: tuple[int, ...] = ()
-        self._behind: tuple[int, ...] = ()
-        """What the running backward node, or the last one, asked for."""
         self.turns = Turns(self._depth, self._recorder, parts.made.executor.lanes.device)
+        self.behind = Behind(parts.executor, self.turns)
         self.copies = Copies(self, parts)
         self.loads = Loads(model, parts.executor, lambda: self.look())
         self.check_use: Callable[[tuple[int, ...]], None] = lambda units: None
@@ -67,9 +67,9 @@ class Residency:
         """Somebody looks at the model from outside."""
         self.own_grads: dict[tuple[int, int], weakref.ref[Tensor] | None] = {}
         """Tensors that the user put into `p.grad`: they stay there, and autograd adds to them, as in plain torch."""
-        self._unswappable = [weakref.ref(p) for unit in self._units for p in unit.params]
+        self._unswappable = [weakref.ref(p) for unit in self.units for p in unit.params]
         """torch.utils.swap_tensors, which would put another tensor in a parameter's place, refuses what has these."""
-        for unit in self._units:
+        for unit in self.units:
             for p in unit.params:
                 if p.requires_grad and p.dtype in NARROW:
                     # Gradients beside masters count as fp32.
@@ -94,35 +94,19 @@ class Residency:
     def held(self) -> frozenset[int]:
         """See Note [Who is open when]."""
         if self.full:
-            return frozenset(range(len(self._units)))
+            return frozenset(range(len(self.units)))
         if self._visited:
-            with self._executor.views:
-                self._visited = {u for u in self._visited if self._units[u].viewed}
-        running = self._behind if in_backward() else ()
+            with self.executor.views:
+                self._visited = {u for u in self._visited if self.units[u].viewed}
+        running = self.behind.units if in_backward() else ()
         return frozenset(self._visited.union(running, (u for u, depth in enumerate(self._depth) if depth)))
-
-    def viewed(self, units: Iterable[int]) -> tuple[int, ...]:
-        """Those that are here and of which somebody else holds views. (What keeps its memory for old views when it
-        leaves is seen by them, and is not what counts.)"""
-        program, state = self._executor.program, self._executor.state
-        with self._executor.views:
-            found = [u for u in units if self._units[u].viewed and program.has(state, u)]
-        for u in found:
-            # A thread that brings weights home has views of them, too.
-            self._executor.wait_issued(Key(Kind.STORE, u))
-        with self._executor.views:
-            return tuple(u for u in found if self._units[u].viewed)
-
-    def seen(self, units: Iterable[int]) -> tuple[int, ...]:
-        """Those that somebody may look at without asking for them."""
-        return tuple(units) if self.full else self.viewed(units)
 
     def need(self, units: tuple[int, ...], ahead: bool = True) -> None:
         self.turns.take()
         if not in_backward():
             self.check_use(units)
         self._last = units
-        self._executor(Need(units, self.phase, self.held(), ahead))
+        self.executor(Need(units, self.phase, self.held(), ahead))
 
     def forget(self) -> None:
         """A step was taken: the next need is a new one, whatever it asks for, and no call is running any more, not
@@ -139,20 +123,20 @@ class Residency:
         if self._scale is not None:
             self._scale.check_inside()
         outermost = [u for u in units if self._depth[u] == 0]
-        if outermost and (self.strict or self._executor.program.limits.consumed):
+        if outermost and (self.strict or self.executor.program.limits.consumed):
             # What is updated in the backward pass is not pending any more, and new before its step.
             self.check_use(units)
-        if outermost and not _current(self._executor, units):
+        if outermost and not _current(self.executor, units):
             if in_backward():
                 self.check_use(units)
             self._recorder.mark("")
             self.need(units)
         if self._recorder.on:
-            self._recorder.mark(self._units[units[0]].spec.name if units else OUTSIDE)
+            self._recorder.mark(self.units[units[0]].spec.name if units else OUTSIDE)
         for u in outermost:
-            _set_class(self._units[u], Open)
-            if self._executor.program.away(u):
-                self._versions[u] = [version_of(p) for p in self._units[u].params]
+            _set_class(self.units[u], Open)
+            if self.executor.program.away(u):
+                self._versions[u] = [version_of(p) for p in self.units[u].params]
         for u in units:
             self._depth[u] += 1
 
@@ -167,41 +151,42 @@ class Residency:
                 self._depth[u] = max(self._depth[u], 0)
                 continue
             if not self.full:
-                _set_class(self._units[u], Closed)
-            if self._executor.program.away(u):
+                _set_class(self.units[u], Closed)
+            if self.executor.program.away(u):
                 ended.append(u)
-                if self._versions.pop(u) != [version_of(p) for p in self._units[u].params]:
-                    self._executor(Mark((u,), written=True))
-                if _escapes(self._units[u], output):
+                if self._versions.pop(u) != [version_of(p) for p in self.units[u].params]:
+                    self.executor(Mark((u,), written=True))
+                if _escapes(self.units[u], output):
                     self._visited.add(u)
-                    self._executor(Mark((u,), pin=torch.is_grad_enabled(), written=True))
+                    self.executor(Mark((u,), pin=torch.is_grad_enabled(), written=True))
         if not any(self._depth):
             self._recorder.mark(OUTSIDE)
-        away = self._executor.program.away
+        away = self.executor.program.away
         return (*ended, *(u for u, depth in enumerate(self._depth) if depth and away(u))) if ended else ()
 
     def backward(self, units: tuple[int, ...]) -> None:
         if self.closed:
             return
         self.turns.take()
-        self._behind = units
+        self.behind.units = units
         if torch.is_grad_enabled():
             # Backward of backward: the graph being built is nobody's, so keep what it uses.
             self.need(units)
-            self._executor(Mark(units, pin=True))
-        elif units != self._last or not all(self._executor.program.has(self._executor.state, u) for u in units):
+            self.executor(Mark(units, pin=True))
+        elif units != self._last or not all(self.executor.program.has(self.executor.state, u) for u in units):
             self._recorder.mark("")
             self.need(units)
             if self._recorder.on:
-                self._recorder.mark(f"backward of {self._units[units[0]].spec.name}")
+                self._recorder.mark(f"backward of {self.units[units[0]].spec.name}")
+        self.behind.there()
 
     # --- uses of closed and open parameters (door.Keeper)
 
     def visit(self, params: list[nn.Parameter]) -> None:
         self.loads.changing()
         units = tuple(dict.fromkeys(self.place_of(p)[0] for p in params))
-        kept = self.held() | self._executor.state.pinned | set(units)
-        self._check_room(sum(self._units[u].nbytes for u in kept if self._executor.program.away(u)))
+        kept = self.held() | self.executor.state.pinned | set(units)
+        self._check_room(sum(self.units[u].nbytes for u in kept if self.executor.program.away(u)))
         self.need(units)
 
     def leave(self, params: list[nn.Parameter], graph: bool, written: bool) -> None:
@@ -210,13 +195,13 @@ class Residency:
             self._scale.check_inside()
         self._visited.update(units)
         if graph or written:
-            self._executor(Mark(units, pin=graph, written=written))
+            self.executor(Mark(units, pin=graph, written=written))
 
     def touched(self, p: nn.Parameter) -> None:
         unit, _ = self.place_of(p)
         self.masters.edits.handed_out(self.place_of(p))
         self._visited.add(unit)
-        self._executor(Mark((unit,), written=True))
+        self.executor(Mark((unit,), written=True))
 
     def given(self, p: nn.Parameter, gradient: Tensor | None) -> None:
         self.own_grads[self.place_of(p)] = None if gradient is None else weakref.ref(gradient)
@@ -229,21 +214,21 @@ class Residency:
     @contextmanager
     def all_open(self) -> Iterator[None]:
         """Every unit on the device and open; what lives elsewhere counts as written."""
-        every = range(len(self._units))
+        every = range(len(self.units))
         self.full = True
         try:
             for u in every:
                 self.need((u,))
-                _set_class(self._units[u], Open)
+                _set_class(self.units[u], Open)
             yield
         finally:
             self.full = False
-            here = self._executor.state.here
+            here = self.executor.state.here
             self._visited.update(here)
-            self._executor(Mark(here, written=True))
+            self.executor(Mark(here, written=True))
             for u in every:
                 if self._depth[u] == 0:
-                    _set_class(self._units[u], Closed)
+                    _set_class(self.units[u], Closed)
 
 
 def _current(executor: Executor, units: tuple[int, ...]) -> bool:
@@ -267,3 +252,21 @@ def _escapes(unit: Unit, output: Any) -> bool:
 
 def _has_memory(t: Tensor) -> bool:
     return t.layout is torch.strided and not t.is_nested and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
+def viewed(residency: Residency, units: Iterable[int]) -> tuple[int, ...]:
+    """Those that are here and of which somebody else holds views. (What keeps its memory for old views when it leaves
+    is seen by them, and is not what counts.)"""
+    executor, own = residency.executor, residency.units
+    with executor.views:
+        found = [u for u in units if own[u].viewed and executor.program.has(executor.state, u)]
+    for ticket in executor.tickets.of([Key(Kind.STORE, u) for u in found]):
+        # A thread that brings weights home has views of them, too.
+        ticket.wait_issued()
+    with executor.views:
+        return tuple(u for u in found if own[u].viewed)
+
+
+def seen(residency: Residency, units: Iterable[int]) -> tuple[int, ...]:
+    """Those that somebody may look at without asking for them."""
+    return tuple(units) if residency.full else viewed(residency, units)

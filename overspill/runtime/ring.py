@@ -5,7 +5,8 @@ import contextlib
 import torch
 from torch import Tensor
 
-from overspill.specs import ModelSpec, Placement, ring_slot_bytes
+from overspill.slots import ring_slot_bytes
+from overspill.specs import ModelSpec, Placement
 from overspill.tiers import Event, recorded
 
 Page = tuple[int, int]

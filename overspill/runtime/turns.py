@@ -32,7 +32,7 @@ class Turns:
     def __init__(self, depths: list[int], recorder: Recorder, device: torch.device) -> None:
         self._depths = depths
         self._recorder = recorder
-        self._last = threading.get_ident()
+        self._last = self._took = threading.get_ident()
         self._device = device
         self._stream = streams.current(device)
 
@@ -46,7 +46,13 @@ class Turns:
     def take(self) -> None:
         """It is this thread's turn now, unless another one is in the middle of something."""
         self._take_thread()
+        self._took = threading.get_ident()
         self.follow()
+
+    @property
+    def taken(self) -> bool:
+        """Whether this thread was the last to take its turn, on the current stream."""
+        return threading.get_ident() == self._took and streams.current(self._device) == self._stream
 
     def _take_thread(self) -> None:
         me = threading.get_ident()
