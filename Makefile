@@ -14,6 +14,9 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
+# Every process that a test starts would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo native test test-all test-interpreted test-gpu soak lint format clean
 .DEFAULT_GOAL := help
 

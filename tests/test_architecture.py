@@ -53,7 +53,8 @@ MAX_FUNCTION_LINES = 60
 MAX_METHODS = 15
 MAX_PARAMETERS = 6
 MIN_FOLDER_DOCSTRING_LINES = 3
-MAX_IMPORT_SECONDS = 0.2
+MAX_IMPORT_SHARE = 0.15
+"""Of what importing torch takes: some machines are twice as fast as others."""
 LAZY = ("rich", "typer", "transformers", "matplotlib", "overspill.cli", "overspill.bench")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -436,7 +437,10 @@ def test_folders_do_not_hide_public_functions() -> None:
 
 def test_import_is_cheap_and_touches_no_device() -> None:
     code = (
-        "import gc, sys, time, torch\n"
+        "import gc, sys, time\n"
+        "start = time.process_time()\n"
+        "import torch\n"
+        "of_torch = time.process_time() - start\n"
         # A collection of torch's own objects, a tenth of a second, may fall due at any time; it is not our cost.
         "gc.freeze()\n"
         "before = set(sys.modules)\n"
@@ -447,7 +451,7 @@ def test_import_is_cheap_and_touches_no_device() -> None:
         "assert not torch.cuda.is_initialized(), 'the import initialised CUDA'\n"
         f"eager = [name for name in {LAZY!r} if name in sys.modules.keys() - before]\n"
         "assert not eager, f'imported at once, should be imported where they are used: {eager}'\n"
-        "print(seconds)\n"
+        "print(seconds / of_torch)\n"
     )
     best = min(float(run_python(code)) for _ in range(3))
-    assert best < MAX_IMPORT_SECONDS, f"import {NAME} costs {best:.3f} s more than import torch"
+    assert best < MAX_IMPORT_SHARE, f"import {NAME} costs {best:.1%} of import torch more than that"
