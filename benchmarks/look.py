@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 import overspill
-from overspill import measured
 from overspill.bench import models, timing, worker
 from overspill.bench.configurations import parse
 from overspill.bench.engines import OURS
@@ -30,6 +29,7 @@ from overspill.bench.jobs import Job, Training
 from overspill.bench.models import Batches
 from overspill.cli import text_model
 from overspill.cli.loop import compute_device
+from overspill.plan import sharing
 from overspill.plan.hands import Chosen
 from overspill.runtime.cores import Cores
 from overspill.runtime.engine import Engine
@@ -188,7 +188,7 @@ def main() -> None:
     for given in asked.set:
         set_value(given)
     if asked.cores:
-        measured.choose = lambda speeds, sizes: Chosen(asked.cores, "as told")
+        sharing.choose = lambda speeds, sizes: Chosen(asked.cores, "as told")
     device, ours = compute_device(), parse(asked.ours, {})
     clip = 1.0 if ours.clip is None else ours.clip
     work = {"seq": asked.seq, "micro_batch": asked.micro_batch, "clip": clip}

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # what the first optimizer imports, in every process anew
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -145,6 +144,9 @@ def _ended(folder: Path, rank: int, timeout: float) -> Ended:
 def _serve(source: str) -> None:
     """In a process of its own: import once, then fork whatever is asked for."""
     torch.set_num_threads(1)
+    if torch.version.cuda is None:
+        # What the first optimizer imports, here once for all. It may look at a GPU, and then no fork could.
+        importlib.import_module("torch._dynamo")
     # Under its dotted name, so that what was pickled in the test's process is found again.
     path = Path(source)
     dotted = ".".join(path.relative_to(ROOT).with_suffix("").parts) if path.is_relative_to(ROOT) else path.stem

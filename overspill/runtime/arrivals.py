@@ -51,8 +51,9 @@ class Arrivals:
         if self._held or unit not in self.members:
             return False
         if unit not in self._missing:
-            self._missing[unit] = {id(p) for _, params in self.members[unit] for p in params}
-        self._missing[unit].discard(id(self._units[unit].params[param]))
+            # Also those that no step takes: their gradients come from the same pass.
+            self._missing[unit] = {i for i, p in enumerate(self._units[unit].spec.params) if p.trainable}
+        self._missing[unit].discard(param)
         self._streams.setdefault(unit, set()).add(streams.current(self._device))
         return not self._missing[unit]
 

@@ -11,11 +11,8 @@ gradients come.
 
 import logging
 import threading
-from collections.abc import Sequence
 
 import torch
-
-from overspill.specs import Placement, UnitSpec
 
 log = logging.getLogger("overspill")
 
@@ -38,10 +35,9 @@ class Loans:
         self.stream: torch.cuda.Stream | None = None
         """That gradients are allocated for."""
 
-    def allow(self, units: Sequence[UnitSpec], placements: Sequence[Placement], most: int) -> None:
-        """By a plan. Nothing is lent just now."""
-        here = (u.role_bytes("grad") for u, p in zip(units, placements, strict=True) if p.grad == "device")
-        self._total, self._most = sum(here), most
+    def allow(self, total: int, most: int) -> None:
+        """By a plan, which has so many bytes for gradients. Nothing is lent just now."""
+        self._total, self._most = total, most
 
     def end(self, reason: str = "") -> None:
         """Nothing is lent any more, and nobody waits for what was."""

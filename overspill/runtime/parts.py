@@ -29,6 +29,7 @@ from overspill.runtime.pages import Home, Pages
 from overspill.runtime.ranks import Ranks
 from overspill.runtime.reduction import Reduction
 from overspill.runtime.ring import Ring
+from overspill.runtime.rooms import bytes_in_rooms
 from overspill.runtime.scaling import LossScale
 from overspill.runtime.updates import Update, Updates
 from overspill.runtime.weights import Weights
@@ -207,7 +208,7 @@ def build(layout: Layout, program: Program, tiers: Tiers, materials: Materials) 
         from overspill.runtime.passage import Passage
 
         loans = grads.rooms.loans if grads.rooms is not None else Loans()
-        loans.allow(model.units, placements, program.limits.lent)
+        loans.allow(bytes_in_rooms(model.units, placements), program.limits.lent)
         passage, cores = Passage(executor, pages, updates, loans), None
         if program.limits.hands != "streamed" and isinstance(update, KernelUpdate):
             from overspill.runtime.cores import Cores, there_are
@@ -283,4 +284,5 @@ class _Wider:
     def _params(self, tier: TierName) -> Iterator[ParamSpec]:
         for unit, placement in zip(self._executor.program.model.units, self._executor.program.placements, strict=True):
             if placement.grad == tier:
-                yield from (p for p in unit.params if p.trainable and p.dtype in NARROW)
+                wide = torch.float32.itemsize
+                yield from (p for p in unit.params if p.trainable and p.dtype in NARROW and p.grad_item < wide)

@@ -260,6 +260,8 @@ def viewed(residency: Residency, units: Iterable[int]) -> tuple[int, ...]:
     executor, own = residency.executor, residency.units
     with executor.views:
         found = [u for u in units if own[u].viewed and executor.program.has(executor.state, u)]
+    if not found:
+        return ()
     for ticket in executor.tickets.of([Key(Kind.STORE, u) for u in found]):
         # A thread that brings weights home has views of them, too.
         ticket.wait_issued()

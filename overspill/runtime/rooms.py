@@ -15,7 +15,7 @@ from torch import Tensor
 
 from overspill.runtime.generation import FLAT, Generation
 from overspill.runtime.loans import Loans
-from overspill.specs import align
+from overspill.specs import ParamSpec, Placement, UnitSpec
 from overspill.tiers import streams
 from overspill.units.unit import Unit
 
@@ -53,7 +53,18 @@ class _Place(NamedTuple):
     shape: Sequence[int]
     stride: Sequence[int]
     dtype: torch.dtype | None
-    """The dtype that it must have; None: what was planned for it is wider than autograd makes it."""
+    """The dtype that it must have; None: it has none, see `_has_place`."""
+
+
+def _has_place(p: ParamSpec) -> bool:
+    """Not where it is planned wider than autograd makes it, for a sum: that has memory of its own."""
+    return p.trainable and p.grad_item == p.dtype.itemsize
+
+
+def bytes_in_rooms(units: Sequence[UnitSpec], placements: Sequence[Placement]) -> int:
+    """Of all gradients that live on the device and have places."""
+    here = (u for u, placement in zip(units, placements, strict=True) if placement.grad == "device")
+    return sum(p.grad_bytes * p.grads for u in here for p in u.params if _has_place(p))
 
 
 def before_it_goes(value: Tensor) -> None:
@@ -75,9 +86,8 @@ class Rooms:
         for unit in units:
             places, end = [], 0
             for p in unit.spec.params:
-                narrow = align(p.numel * p.dtype.itemsize) == p.grad_bytes
-                places.append(_Place(end // p.dtype.itemsize, p.shape, p.stride, p.dtype if narrow else None))
-                end += p.grad_bytes if p.trainable else 0
+                places.append(_Place(end // p.dtype.itemsize, p.shape, p.stride, p.dtype if _has_place(p) else None))
+                end += p.grad_bytes if _has_place(p) else 0
             self._places.append(places)
             self._sizes.append(end)
         self._rooms: dict[int, weakref.ref[_Room]] = {}
@@ -95,7 +105,9 @@ class Rooms:
         if value.device != self._device or self._device.type not in PIECES:
             return False
         planned = self._places[unit][param].dtype
-        if planned is None or value.dtype != planned:
+        if planned is None:
+            return False
+        if value.dtype != planned:
             self.loans.end("a gradient is of another width than planned, and not counted")
             return False
         return True

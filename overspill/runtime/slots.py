@@ -5,6 +5,7 @@ from collections import deque
 from overspill.program import Program
 from overspill.runtime.loans import Loans
 from overspill.runtime.ring import Ring
+from overspill.runtime.rooms import bytes_in_rooms
 
 FIRST_LENT = 1 << 20
 """Numbers of slots that are lent are above this."""
@@ -84,4 +85,4 @@ class Slots:
         self.depth = program.limits.depth
         self._free = deque(range(self.depth))
         self._ring.resize(program.placements)
-        self.loans.allow(program.model.units, program.placements, program.limits.lent)
+        self.loans.allow(bytes_in_rooms(program.model.units, program.placements), program.limits.lent)

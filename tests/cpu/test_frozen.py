@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.program import Kind
+from overspill.runtime import rooms
 from tests.layers import Stack
 from tests.reference import same_bits
 from tests.side import WIDTH, Side, check, hows, spilled, squared, tight
@@ -167,4 +169,46 @@ def test_what_the_optimizer_does_not_have_adds_up(
         "4 trainable parameters (the first is '0.weight') are not in the optimizer: their gradients only add up; give "
         "them to the optimizer, or freeze them with requires_grad_(False)"
     ]
+    overspill.close(model)
+
+
+def norms_only(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.dim() == 1], lr=1e-2)
+
+
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_a_unit_may_have_what_no_step_takes(home: str, tmp_path: Path) -> None:
+    """Its update begins in the backward pass when all its gradients are there."""
+
+    def run(update: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = frozen()
+        place = {"weight": home, "grad": home, "state": "host"}
+        keywords: Any = {"gpu": "64MiB", "host": "64MiB", "place": place, "delay_after": 1}
+        model, optimizer = overspill.prepare(model, norms_only(model), update=update, **keywords)
+        for seed in range(4):
+            squared(model, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in overspill.close(model).parameters()]
+
+    lazy, eager, delayed = map(run, ("lazy", "eager", "delayed"))
+    assert all(map(same_bits, eager, lazy))
+    assert not all(map(same_bits, delayed, lazy)) and all(p.isfinite().all() for p in delayed)
+
+
+def test_sums_that_no_step_takes_are_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have memory of their own, and no place in the piece that the others share."""
+    monkeypatch.setattr(rooms, "PIECES", {"cpu"})
+    model = frozen()
+    model, optimizer = overspill.prepare(model, norms_only(model), gpu="64MiB", place={"state": "host"})
+    engine = overspill.api._engine(model)
+    program, loans = engine.executor.program, engine.parts.made.grads.rooms.loans
+    stepped = sum(512 for p in optimizer.param_groups[0]["params"])
+    assert rooms.bytes_in_rooms(program.model.units, program.placements) == stepped
+    for seed in range(3):
+        squared(model, seed).backward()
+        assert loans._gradients == stepped
+        optimizer.step()
+        optimizer.zero_grad()
     overspill.close(model)

@@ -17,22 +17,21 @@ from overspill.program import Kind
 from overspill.runtime import handing, parts, rooms
 from overspill.runtime.loans import Loans
 from overspill.runtime.ring import Ring
-from overspill.specs import Activations, Placement, UnitSpec
+from overspill.specs import Activations, Placement
 from tests.cpu.test_ahead import check, loop, prepare, trained
 from tests.reference import weights
 
 HERE = Placement("device", "device", "host")
 
 
-def made(total: int, most: int, monkeypatch: pytest.MonkeyPatch) -> Loans:
-    monkeypatch.setattr(UnitSpec, "role_bytes", lambda self, role: total)
+def made(total: int, most: int) -> Loans:
     loans = Loans()
-    loans.allow([UnitSpec.__new__(UnitSpec)], [HERE], most)
+    loans.allow(total, most)
     return loans
 
 
-def test_what_gradients_leave_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    loans = made(100, 70, monkeypatch)
+def test_what_gradients_leave_is_lent() -> None:
+    loans = made(100, 70)
     loans.add_gradients(60)
     assert loans.room() == 40 and not loans.take(41) and loans.take(30) and loans.room() == 10
     loans.remove_gradients(60)
@@ -41,8 +40,8 @@ def test_what_gradients_leave_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loans.room() == 0 and not loans.take(1)
 
 
-def test_gradients_wait_until_enough_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    loans = made(100, 100, monkeypatch)
+def test_gradients_wait_until_enough_is_given_back() -> None:
+    loans = made(100, 100)
     assert loans.take(40) and loans.take(40)
     came: list[float] = []
     thread = threading.Thread(target=lambda: (loans.add_gradients(50), came.append(1.0)))
@@ -54,8 +53,8 @@ def test_gradients_wait_until_enough_is_given_back(monkeypatch: pytest.MonkeyPat
     assert came
 
 
-def test_nobody_waits_for_what_will_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    loans = made(100, 100, monkeypatch)
+def test_nobody_waits_for_what_will_not_come() -> None:
+    loans = made(100, 100)
     assert loans.take(80)
     thread = threading.Thread(target=loans.add_gradients, args=(50,))
     thread.start()
@@ -91,7 +90,7 @@ def lending(nvme: Path, delays: dict[Kind, float] | None = None, **keywords: Any
     program = engine.executor.program
     engine.executor.program = dataclasses.replace(program, limits=dataclasses.replace(program.limits, lent=1 << 40))
     loans = engine.parts.made.grads.rooms.loans
-    loans.allow(program.model.units, program.placements, 1 << 40)
+    loans.allow(rooms.bytes_in_rooms(program.model.units, program.placements), 1 << 40)
     counts: list[tuple[int, int]] = []
     add = loans.add_gradients
     loans.add_gradients = lambda nbytes: (add(nbytes), counts.append((loans._gradients, loans._lent)))
