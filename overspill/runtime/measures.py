@@ -37,7 +37,7 @@ class Measures:
         """Before and after the first gradient of a step, while that is watched."""
         self._gradients = False
         """Whether there are some in this step."""
-        self.last: dict[str, Any] = {"steps": 0, "seconds": 0.0, "moved": {}, "op_seconds": {}}
+        self.last: dict[str, Any] = {"steps": 0, "seconds": 0.0, "host_seconds": 0.0, "moved": {}, "op_seconds": {}}
 
     def peaks(self) -> dict[str, int]:
         """Peak bytes per tier as seen from outside, where that can be seen: on cuda."""

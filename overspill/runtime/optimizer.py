@@ -159,7 +159,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
             group.update({k: v for k, v in values.items() if k not in ("params", "param_names")})
 
     def report(self) -> dict[str, Any]:
-        """Bytes per role and tier, traffic and times of the last step."""
+        """Bytes per role and tier, traffic and times of the last step: docs/report.md says what its keys mean."""
         self.engine.check_open()
         return self._report()
 

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import tracemalloc
 import weakref
 from itertools import pairwise
@@ -158,6 +159,17 @@ def test_report(place, tmp_path: Path) -> None:
     assert report["seconds"] > 0 and sum(report["op_seconds"].values()) <= report["seconds"]
     assert report["moved"] == pytest.approx({lane: n for lane, n in planned.moved.items() if n}, rel=0.05)
     assert bool(report["moved"]) == (place == AWAY)
+
+
+def test_every_key_of_a_report_is_explained(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/report.md").read_text()
+    first_cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    explained = [key for cell in first_cells for key in re.findall(r"`(\w+)`", cell)]
+    model, optimizer = prepare(AWAY, tmp_path)
+    before = optimizer.report()
+    train(model, optimizer, 1)
+    assert before.keys() == optimizer.report().keys()
+    assert sorted(explained) == sorted([*before, "sent"]), "over ranks there is `sent`"
 
 
 def test_trace_has_one_track_per_lane(tmp_path: Path) -> None:
