@@ -15,6 +15,7 @@ from overspill.plan import solver
 from overspill.runtime import handing
 from overspill.runtime.cores import Cores
 from overspill.runtime.lanes import Ticket
+from overspill.runtime.rooms import bytes_in_rooms
 from overspill.specs import Hands
 from tests import small
 from tests.both import adamw
@@ -112,7 +113,7 @@ def test_lent_slots_are_free_when_they_are_used(update: str, monkeypatch: pytest
         engine = overspill.api._engine(model)
         program = engine.executor.program
         engine.executor.program = dataclasses.replace(program, limits=dataclasses.replace(program.limits, lent=1 << 40))
-        engine.parts.made.grads.rooms.loans.allow(program.model.units, program.placements, 1 << 40)
+        engine.parts.made.grads.rooms.loans.allow(bytes_in_rooms(program.model.units, program.placements), 1 << 40)
         loop(model, optimizer, lambda step: of_length(model, 5, step))
     check(gpu)
 

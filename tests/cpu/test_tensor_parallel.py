@@ -153,8 +153,8 @@ def trains_as_plain(folder: Path, build: Callable[[], nn.Module]) -> None:
         assert same(states.values(), plain.state_dict().values())
         if place["weight"] != "device":
             keeper: Any = keeper_of(next(model.parameters()))
-            assert not all(unit.here for unit in keeper._units)
-            assert not any(unit.viewed for unit in keeper._units)
+            assert not all(unit.here for unit in keeper.units)
+            assert not any(unit.viewed for unit in keeper.units)
         overspill.close(model)
         assert [type(p) for p in model.parameters()] == kinds
         assert same(model.parameters(), plain.parameters())
