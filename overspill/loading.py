@@ -188,8 +188,8 @@ class Folder:
         self._check(weights, entries)
 
     def buffers(self) -> dict[str, Tensor]:
-        names = [name for name, _ in self._model.named_buffers() if name in self._recipes]
-        return {name: self._tensor(name) for name in names}
+        named = self._model.named_buffers(remove_duplicate=False)
+        return {name: self._tensor(name).to(b.dtype) for name, b in named if name in self._recipes}
 
     def begin(self, params: Named) -> None:
         self._values.begin([(spec, p) for spec, p in params if self._name(spec, p) is None])

@@ -127,7 +127,7 @@ def _replace(saved: Saved, body: Any, engine: Engine, optimizer: SpilledOptimize
             p.copy_(saved.tensor(name))
         for name, buffer in engine.model.named_buffers():
             if name in saved.entries and saved.entries[name].shape == tuple(buffer.shape):
-                buffer.copy_(saved.tensor(name))
+                _once(buffer, buffer).copy_(_once(saved.tensor(name), buffer))
     _load_states(saved, body["states"], engine)
     for group, values in zip(optimizer.param_groups, body["groups"], strict=True):
         group.update({k: v for k, v in values.items() if k != "params"})
@@ -138,6 +138,13 @@ def _replace(saved: Saved, body: Any, engine: Engine, optimizer: SpilledOptimize
     if engine.parts.scale is not None and body["scale"] is not None:
         engine.parts.scale.load(body["scale"])
         engine.parts.made.grads.factor = engine.parts.scale.factor
+
+
+def _once(value: Tensor, like: Tensor) -> Tensor:
+    """Each element once, of what has the shape of a tensor that may be expanded."""
+    for dim, (n, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
+        value = value.narrow(dim, 0, 1) if n > 1 and stride == 0 else value
+    return value
 
 
 def export(path: str | PathLike[str], engine: Engine) -> None:
@@ -162,12 +169,13 @@ def _export(path: str | PathLike[str], engine: Engine) -> None:
     tensors += [stored(name, b.contiguous()) for name, b in _persistent_buffers(model)]
     write_export(path, tensors)
     if is_stock:
-        _write_config(model, Path(path))
+        _write_config(model, Path(path), next((t.dtype for t in tensors if t.dtype.is_floating_point), torch.float32))
 
 
-def _write_config(model: Any, path: Path) -> None:
+def _write_config(model: Any, path: Path, dtype: torch.dtype) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
+    config.dtype = dtype  # which from_pretrained loads it in
     config.save_pretrained(path)
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         model.generation_config.save_pretrained(path)
@@ -180,7 +188,7 @@ def _export_adapters(path: Path, engine: Engine) -> None:
     model: Any = engine.model
     for adapter, config in model.peft_config.items():
         named = [(name, p) for name, p in model.named_parameters() if f".{adapter}." in f"{name}." or p.requires_grad]
-        values = {name: _whole(engine, p) for name, p in named}
+        values = {**dict(model.named_buffers(remove_duplicate=False)), **{name: _whole(engine, p) for name, p in named}}
         found = get_peft_model_state_dict(model, state_dict=values, adapter_name=adapter)
         folder = path if adapter == "default" else path / adapter
         folder.mkdir(parents=True, exist_ok=True)
@@ -197,7 +205,8 @@ def _whole(engine: Engine, p: nn.Parameter) -> Tensor:
     engine.residency.need((unit,))
     masters = engine.parts.made.masters
     with torch.no_grad():
-        value = masters.read((unit, index)) if (unit, index) in masters else p.detach().cpu()
+        rounded = engine.units[unit].came_as[index][1] == p.dtype
+        value = masters.read((unit, index)) if (unit, index) in masters and not rounded else p.detach().cpu()
     return value.to(engine.units[unit].came_as[index][1])
 
 
@@ -225,6 +234,8 @@ def _weight(engine: Engine, name: str, p: nn.Parameter, came_as: bool = False) -
     spec = engine.units[unit].spec.params[index]
     in_masters = (unit, index) in engine.parts.made.masters
     dtype = engine.units[unit].came_as[index][1] if came_as else torch.float32 if in_masters else spec.dtype
+    # Rounded as the weight is, which is not how torch rounds.
+    in_masters = in_masters and dtype != spec.dtype
 
     def pieces() -> Iterator[Tensor]:
         engine.residency.need((unit,))
@@ -270,12 +281,17 @@ def _state(engine: Engine, place: tuple[int, int], name: str, key: str, outline:
     return Stored(f"{STATE}{name}: {key}", outline.dtype, tuple(outline.shape), pieces)
 
 
-def _load_states(saved: Saved, small: Mapping[str, Mapping[str, Any]], engine: Engine) -> None:
+def _keys(saved: Saved) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for each, entry in saved.entries.items():
         if entry.path.name == STATES:
             name, key = each.removeprefix(STATE).rsplit(": ", 1)
             found.setdefault(name, []).append(key)
+    return found
+
+
+def _load_states(saved: Saved, small: Mapping[str, Mapping[str, Any]], engine: Engine) -> None:
+    found = _keys(saved)
     for index, unit in enumerate(engine.units):
         values = {}
         for i, spec in enumerate(unit.spec.params):
@@ -284,10 +300,23 @@ def _load_states(saved: Saved, small: Mapping[str, Mapping[str, Any]], engine: E
         engine.parts.made.update.write(index, values)
 
 
+def _check_states(saved: Saved, small: Mapping[str, Mapping[str, Any]], engine: Engine) -> None:
+    """Whether they can be written; of tensors only the forms count."""
+    keys = _keys(saved)
+    for index, unit in enumerate(engine.units):
+        for i, spec in enumerate(unit.spec.params):
+            entries = {key: saved.entry(f"{STATE}{spec.name}: {key}") for key in keys.get(spec.name, ())}
+            outline = {k: torch.empty(e.shape, dtype=e.dtype, device="meta") for k, e in entries.items()}
+            engine.parts.made.update.check(index, i, {**small.get(spec.name, {}), **outline})
+
+
 def _check(saved: Saved, body: Any, engine: Engine, optimizer: SpilledOptimizer) -> None:
-    needed = (*engine.model.named_parameters(), *_persistent_buffers(engine.model))
+    # By the names of `save`: that of a buffer that several modules share is its first one.
+    lasting = {id(b) for _, b in _persistent_buffers(engine.model)}
+    buffers = list(engine.model.named_buffers())
+    needed = (*engine.model.named_parameters(), *((name, b) for name, b in buffers if id(b) in lasting))
     wanted = {name: tuple(t.shape) for name, t in needed}
-    passing = {name for name, _ in engine.model.named_buffers()} - wanted.keys()
+    passing = {name for name, _ in buffers} - wanted.keys()
     there = {n: e.shape for n, e in saved.entries.items() if e.path.name == WEIGHTS and n not in passing}
     wrong = [
         f"{name} ({there.get(name, 'missing')} saved, {wanted.get(name, 'missing')} in the model)"
@@ -311,6 +340,7 @@ def _check(saved: Saved, body: Any, engine: Engine, optimizer: SpilledOptimizer)
             f"expected states {sorted(fields)}, found {sorted(keys)} in the checkpoint; use the optimizer's settings "
             "that it was saved with, or prepare with kernels='torch'"
         )
+    _check_states(saved, body["states"], engine)
     names = _names(engine.model)
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if groups != [group["params"] for group in body["groups"]]:

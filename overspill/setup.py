@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import weakref
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -260,7 +261,8 @@ def build_engine(
         source = source_of(model, chosen.weights, (device, room), comm)
         materials = Materials(device, optimizer, update_rule(optimizer, chosen), source, extend, comm)
         program = dataclasses.replace(made.program, eager=chosen.update != "lazy")
-        built = build(laid_out, program, tiers, materials)
+        with _without_weak_references(model):
+            built = build(laid_out, program, tiers, materials)
         undo.pop_all()
     buffers = tuple((buffer, buffer.device) for buffer in model.buffers())
     for buffer, _ in buffers:
@@ -289,6 +291,19 @@ def build_engine(
         delay_after=chosen.delay_after if chosen.update == "delayed" else None,
     )
     return Engine(model, parts)
+
+
+@contextmanager
+def _without_weak_references(model: nn.Module) -> Iterator[None]:
+    """RNNs keep some to their weights, and torch swaps no tensor that has any (see Unit._point)."""
+    rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+    for rnn in rnns:
+        rnn._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for rnn in rnns:
+            rnn._flat_weight_refs = [None if w is None else weakref.ref(w) for w in rnn._flat_weights]
 
 
 class _Extend:

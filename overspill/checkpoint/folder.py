@@ -129,7 +129,8 @@ def save_folder(path: str | os.PathLike[str], files: Mapping[str, Sequence[Store
     `files` are tensors by the name of their file; `body` is whatever `pack` takes, and its tensors get their own file.
     """
     path = Path(path).resolve()
-    packed, tensors = pack(body)
+    # Parameters may be named body.0, as those of a list are.
+    packed, tensors = pack(body, "$body")
     every = {**files, **({BODY_FILE: [stored(name, tensor) for name, tensor in tensors.items()]} if tensors else {})}
     assert all(file == Path(file).name and file.endswith(".safetensors") for file in every), f"odd names: {[*every]}"
     check_names(tensor for group in every.values() for tensor in group)

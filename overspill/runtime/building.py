@@ -101,7 +101,10 @@ class Growing(Closed):
     share_memory_ = Tensor.share_memory_
     resize_ = Tensor.resize_
     resize_as_ = Tensor.resize_as_
-    set_ = Tensor.set_
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        # Of this one torch does not tell __torch_function__.
+        return _place_of(self).builder.moving(self, Tensor.set_, args, kwargs)
 
     @classmethod
     def __torch_function__(

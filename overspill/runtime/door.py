@@ -268,12 +268,13 @@ def say_once(message: str, *details: object, level: int = logging.WARNING) -> No
 
 def _copy(p: nn.Parameter, source: Tensor, non_blocking: bool = False) -> Tensor:
     """`p.copy_(source)`, as load_state_dict does it: a value of higher precision reaches the master."""
-    keeper = keeper_of(p)
+    return p if _accepted(p, source) else p.copy_(source, non_blocking)
+
+
+def _accepted(p: nn.Parameter, source: Tensor) -> bool:
+    keeper, allowed = keeper_of(p), not (torch.is_grad_enabled() and p.requires_grad)
     plain = not isinstance(source, Tensor) or source.shape != p.shape or source.dtype == p.dtype
-    allowed = not (torch.is_grad_enabled() and p.requires_grad)
-    if keeper is not None and not plain and allowed and keeper.masters.accept(p, source):
-        return p
-    return p.copy_(source, non_blocking)
+    return keeper is not None and not plain and allowed and keeper.masters.accept(p, source)
 
 
 def _shown(p: nn.Parameter, **options: Any) -> str:
@@ -347,6 +348,13 @@ class Open(Prepared):
             return
         _touch(self)
         _assign(self, value)
+
+    def detach(self) -> Tensor:
+        copy = keeper.copy_of(self) if (keeper := keeper_of(self)) is not None else None
+        return Tensor.detach(self) if copy is None else copy
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
+        return self if _accepted(self, source) else Tensor.copy_(self, source, non_blocking)
 
     numpy = _reporting("numpy")
     __array__ = _reporting("__array__")

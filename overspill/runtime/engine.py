@@ -291,7 +291,9 @@ def _give_back(engine: Engine, index: int) -> None:
     """Plain parameters with plain gradients, on the devices they came from."""
     unit, made = engine.units[index], engine.parts.made
     gradients = [_held(engine, index, i) for i in range(len(unit.params))]
-    values = {i: made.masters.read((index, i)) for i in range(len(unit.params)) if (index, i) in made.masters}
+    # What comes back as it is here is rounded already, and not as torch rounds.
+    finer = [i for i, p in enumerate(unit.spec.params) if unit.came_as[i][1] != p.dtype]
+    values = {i: made.masters.read((index, i)) for i in finer if (index, i) in made.masters}
     for p in unit.params:
         p.grad = None
         set_door(p, None)

@@ -177,8 +177,17 @@ class SpilledOptimizer(torch.optim.Optimizer):
         if self._given_step is not None:
             self.given.step = self._given_step  # type: ignore[method-assign]
         for p, state in states.items():
+            unit, index = self.engine.residency.place_of(p)
             if state:
-                self.given.state[p] = state
+                came_as = self.engine.units[unit].came_as[index]
+                self.given.state[p] = {key: _as_came(key, value, *came_as) for key, value in state.items()}
+
+
+def _as_came(key: str, value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """torch's rule again, for a parameter as it is when it is plain."""
+    if not isinstance(value, Tensor) or key == "step":
+        return value
+    return value.to(device, dtype if value.is_floating_point() and dtype.is_floating_point else value.dtype)
 
 
 def _refuse_step(*args: Any, **kwargs: Any) -> None:

@@ -99,9 +99,15 @@ class Initialiser:
 
 
 def materialise_buffers(model: nn.Module, device: torch.device, known: Mapping[str, Tensor] | None = None) -> None:
-    """Give the model's buffers on meta their first values, or those in `known`, on `device`. Others stay."""
-    named = [(name, b) for name, b in model.named_buffers(remove_duplicate=False) if b.is_meta]
-    given = {id(b): known[name] for name, b in named if known is not None and name in known}
+    """Give the model's buffers on meta their first values, on `device`; those in `known` get what is there. Others
+    stay."""
+    every, known = list(model.named_buffers(remove_duplicate=False)), known or {}
+    for name, here in every:
+        if name in known and not here.is_meta:
+            _check(name, here, known[name], given=True)
+            here.copy_(known[name])
+    named = [(name, b) for name, b in every if b.is_meta]
+    given = {id(b): known[name] for name, b in named if name in known}
     blanks = {id(b): _blank(b, _HOST) for _, b in named if id(b) not in given}
     owners: dict[int, tuple[nn.Module, str]] = {}
     for module in model.modules():

@@ -52,7 +52,11 @@ class Unit:
                 view = flat.as_strided(spec.shape, spec.stride, flat.storage_offset())
                 if p.is_meta:
                     # Of `.data`, which has a version of its own: what the engine writes to the buffer is no change.
-                    torch.utils.swap_tensors(p, nn.Parameter(view.data, p.requires_grad))
+                    real = type(p)._make_subclass(type(p), view.data, p.requires_grad)
+                    real.__dict__.update(p.__dict__)
+                    real._backward_hooks = p._backward_hooks
+                    real._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
+                    torch.utils.swap_tensors(p, real)
                     continue
                 gradient, p.grad = p.grad, None
                 if view.dtype != p.dtype and hasattr(p, "grad_dtype"):
