@@ -101,7 +101,7 @@ class SameValues:
 
     def _print(self, spec: ParamSpec, p: nn.Parameter, compared: bool) -> list[Any]:
         """The dtype of a parameter's values and, if all ranks have some, what changes if any of them does."""
-        kind, found = str(self._source.read(spec, p, 0, 0).dtype), torch.zeros(2, dtype=torch.int64)
+        kind, found = str(self._source.read(spec, p, 0, 0).dtype), torch.zeros(2, dtype=torch.int64, device="cpu")
         for begin in range(0, spec.numel if compared and self._comm.ranks > 1 else 0, PIECE):
             value = self._source.read(spec, p, begin, min(begin + PIECE, spec.numel)).contiguous()
             found += fingerprint(_halves(value)).cpu() * (begin + 1)
@@ -203,7 +203,7 @@ class Folder:
             return self._piece(recipe.entries[0], begin, end)
         if name not in self._whole:
             self._whole[name] = self._tensor(name)
-        laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=self._whole[name].dtype)
+        laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=self._whole[name].dtype, device="cpu")
         return as_flat(laid_out.copy_(self._whole[name]))[begin:end]
 
     def end(self, params: Named) -> None:
@@ -216,7 +216,7 @@ class Folder:
         return next((n for n in (spec.name, *self._aliases.get(id(p), ())) if n in self._recipes), None)
 
     def _piece(self, entry: Entry, begin: int, end: int) -> Tensor:
-        out = torch.empty(end - begin, dtype=entry.dtype)
+        out = torch.empty(end - begin, dtype=entry.dtype, device="cpu")
         self._reader.read(entry, begin * entry.dtype.itemsize, out.view(torch.uint8))
         return out
 

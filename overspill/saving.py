@@ -23,7 +23,7 @@ from overspill.runtime.adopt import PIECE
 from overspill.runtime.engine import Engine
 from overspill.runtime.executor import LOADED
 from overspill.runtime.loads import loading
-from overspill.runtime.optimizer import SpilledOptimizer
+from overspill.runtime.optimizer import NOT_LOADED, SpilledOptimizer
 from overspill.runtime.ranks import Meeting
 from overspill.specs import ParamSpec, dense_stride
 from overspill.units.local import is_wrapper
@@ -130,7 +130,7 @@ def _replace(saved: Saved, body: Any, engine: Engine, optimizer: SpilledOptimize
                 _once(buffer, buffer).copy_(_once(saved.tensor(name), buffer))
     _load_states(saved, body["states"], engine)
     for group, values in zip(optimizer.param_groups, body["groups"], strict=True):
-        group.update({k: v for k, v in values.items() if k != "params"})
+        group.update({k: v for k, v in values.items() if k not in NOT_LOADED})
     for name, module in _with_extra_state(engine.model):
         module.set_extra_state(body["modules"].get(name))
     # Of checkpoints of an earlier version they are not known.

@@ -91,7 +91,7 @@ class Saved:
     def tensor(self, name: str) -> Tensor:
         """A whole tensor, verified."""
         entry = self.entry(name)
-        flat = torch.empty(entry.nbytes // entry.dtype.itemsize, dtype=entry.dtype)
+        flat = torch.empty(entry.nbytes // entry.dtype.itemsize, dtype=entry.dtype, device="cpu")
         for first, piece in self.pieces(name):
             flat[first : first + piece.numel()].copy_(piece)
         return flat.reshape(entry.shape)

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +143,11 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
+def _close(fds: dict[Path, int]) -> None:
+    while fds:
+        os.close(fds.popitem()[1])
+
+
 class Reader:
     """Reads the bytes of entries and keeps none: not in memory, not in the page cache. Threads may share one."""
 
@@ -149,6 +155,7 @@ class Reader:
         self.bytes_read = 0
         self._fds: dict[Path, int] = {}
         self._lock = threading.Lock()
+        weakref.finalize(self, _close, self._fds)
 
     def __enter__(self) -> Self:
         return self
@@ -161,8 +168,7 @@ class Reader:
     def close(self) -> None:
         """Close the files; a later read opens them again."""
         with self._lock:
-            while self._fds:
-                os.close(self._fds.popitem()[1])
+            _close(self._fds)
 
     def read(self, entry: Entry, begin_byte: int, out: Tensor) -> None:
         """Fill `out` (uint8, cpu, contiguous) with the bytes of the tensor from `begin_byte`."""
@@ -190,7 +196,7 @@ class Reader:
         """The tensor as (index of the first element, flat typed piece); a piece is only good until the next one."""
         itemsize = entry.dtype.itemsize
         step = max(1, piece_bytes // itemsize) * itemsize
-        buffer = torch.empty(min(step, entry.nbytes), dtype=torch.uint8)
+        buffer = torch.empty(min(step, entry.nbytes), dtype=torch.uint8, device="cpu")
         for begin in range(0, entry.nbytes, step):
             piece = buffer[: min(step, entry.nbytes - begin)]
             self.read(entry, begin, piece)

@@ -96,7 +96,7 @@ class Comm:
     def total(self, values: Tensor, op: Literal["sum", "max"]) -> Tensor:
         """A small vector over the shard group; every rank gets the same bits, because all add in the order of ranks."""
         flat = values.detach().contiguous().view(-1).cpu()
-        whole = torch.empty(self.size * flat.numel(), dtype=flat.dtype)
+        whole = torch.empty(self.size * flat.numel(), dtype=flat.dtype, device="cpu")
         rows = whole.view(self.size, flat.numel())
         rows[self.rank] = flat
         self._raise_failure()
@@ -120,7 +120,7 @@ class Comm:
         lengths = [row[0] for row in self._offer(_EXCHANGE, (len(data),), self._watch.where)]
         most = max(lengths)
         mine = torch.frombuffer(bytearray(data.ljust(most)), dtype=torch.uint8)
-        whole = torch.empty(self.ranks * most, dtype=torch.uint8)
+        whole = torch.empty(self.ranks * most, dtype=torch.uint8, device="cpu")
         work = self._groups.control._allgather_base(whole, mine)
         self._watch.wait(work, lambda: describe("exchange", whole, self._watch))
         return [json.loads(bytes(row.tolist())) for row in whole.view(self.ranks, most)]

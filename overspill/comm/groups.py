@@ -48,7 +48,7 @@ class GlooGroup:
         mine = slice(bounds[self.rank], bounds[self.rank + 1])
         # Always other memory: gloo's thread keeps what it was given for a moment after it is done with it, and whoever
         # counts the views of a unit's weights would count that.
-        host = torch.empty(whole.shape, dtype=whole.dtype)
+        host = torch.empty(whole.shape, dtype=whole.dtype, device="cpu")
         host[mine].copy_(whole[mine])
         pieces = _pieces(_bytes(host), [bound * whole.itemsize for bound in bounds])
         if is_even(bounds):
@@ -63,7 +63,7 @@ class GlooGroup:
         host = whole.cpu()
         lengths = [(end - begin) * whole.itemsize for begin, end in pairwise(bounds)]
         length = lengths[self.rank]
-        all_mine = torch.empty(length * self.size, dtype=torch.uint8)
+        all_mine = torch.empty(length * self.size, dtype=torch.uint8, device="cpu")
         work = self._group.alltoall_base(all_mine, _bytes(host), [length] * self.size, lengths)
         self._finish([work], "reduction", whole)
         return add_in_order(all_mine.view(whole.dtype).view(self.size, -1)).to(whole.device)

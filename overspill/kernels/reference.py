@@ -58,7 +58,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
 
 def _number(x: float) -> float:
     """A scalar as fp32 has it."""
-    return torch.tensor(x, dtype=torch.float32).item()
+    return torch.tensor(x, dtype=torch.float32, device="cpu").item()
 
 
 AT_A_TIME = {"cpu": 1 << 14, "cuda": 1 << 16}

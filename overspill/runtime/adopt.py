@@ -122,7 +122,7 @@ class _Keeping:
         self._index = index
         self._pages = pages
         self._parts: dict[int, list[tuple[int, PartSpec]]] = {}
-        self._page, self._memory = -1, torch.empty(0)
+        self._page, self._memory = -1, torch.empty(0, device="cpu")
         for i, page in enumerate(unit.spec.pages):
             for part in page.parts:
                 if unit.spec.params[part.param].master:

@@ -51,7 +51,7 @@ class Edits:
         """Of the weights that this rank updates."""
         unit = self._units[place[0]]
         prints = [fingerprint(unit.elements(place[1], part.begin, part.end)) for _, part in self._parts[place]]
-        return torch.cat(prints) if prints else torch.empty(0)
+        return torch.cat(prints) if prints else torch.empty(0, device="cpu")
 
     def due(self, params: Sequence[Place]) -> None:
         """An update is due for these parameters: look for edits so far, and count the update as none."""

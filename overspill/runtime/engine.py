@@ -20,7 +20,7 @@ from overspill.runtime.lazy import Early, Lazy
 from overspill.runtime.measures import Measures
 from overspill.runtime.parts import Parts
 from overspill.runtime.precision import cast_inputs
-from overspill.runtime.residency import Residency, seen, viewed
+from overspill.runtime.residency import Residency, forget_interrupted, seen, viewed
 from overspill.runtime.rounds import Rounds
 from overspill.runtime.steps import Jobs, Steps
 from overspill.runtime.untraced import untraced
@@ -86,6 +86,7 @@ class Engine:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The root is called: look whether the model is still the same, bring the inputs."""
+        forget_interrupted(self.residency, begins=1)
         self._watch.check(call=True)
         self.residency.copies.forget()
         if not torch.is_grad_enabled():
@@ -215,6 +216,7 @@ class Engine:
     def look(self) -> frozenset[int]:
         """Somebody looks from outside: what a step took that is to be applied later is due now. Returns of which units
         there is some."""
+        forget_interrupted(self.residency)
         self.steps.hear()
         due = self.early.flush()
         if due:

@@ -149,9 +149,9 @@ class KernelUpdate:
         if not steps:
             return dict(self._aside.get((unit, param), {}))
         whole = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32, device="meta")
-        return ({"step": torch.tensor(float(steps))} if self._rule.counts else {}) | dict.fromkeys(
-            self._rule.fields, whole
-        )
+        # fp32 and on the host whatever the user's defaults are.
+        count = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+        return ({"step": count} if self._rule.counts else {}) | dict.fromkeys(self._rule.fields, whole)
 
     def read(self, unit: int, param: int, keys: Sequence[str] | None = None) -> dict[str, Any]:
         found = self.outline(unit, param)
@@ -167,7 +167,7 @@ class KernelUpdate:
     def _share(self, unit: int, param: int, which: int) -> Tensor:
         """What this rank has of one of the rule's arrays for a parameter."""
         span = self._units[unit].spec.params[param].owned
-        out = torch.zeros(span.room, dtype=torch.float32)
+        out = torch.zeros(span.room, dtype=torch.float32, device="cpu")
         for page, part in _parts(self._pages.model.units[unit].pages, param):
             at, format = span.locate(part.begin), self._pages.spec(unit, page).format.name
             for begin, end, arrays in self._pieces(unit, page, part, self._pages.read(unit, page)):
@@ -234,7 +234,7 @@ def _laid_out(rule: Rule, spec: ParamSpec, state: Mapping[str, Any]) -> list[Ten
     found = list[Tensor | None]()
     for name in rule.fields:
         value = state.get(name)
-        laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32)
+        laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32, device="cpu")
         found.append(None if value is None or value.is_meta else laid_out.copy_(value))
     return found
 

@@ -61,7 +61,7 @@ class Masters:
     def read(self, place: Place) -> Tensor:
         """A copy of a parameter's masters: fp32, of its shape, in host memory."""
         spec = self._units[place[0]].spec.params[place[1]]
-        out = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32)
+        out = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32, device="cpu")
         flat = as_flat(out)
         for begin, piece in self.pieces(place):
             flat[begin : begin + piece.numel()].copy_(piece)

@@ -17,6 +17,9 @@ from overspill.trace import own_time
 from overspill.units.layout import NARROW
 from overspill.units.local import local_of, part_for, wrapped
 
+NOT_LOADED = ("params", "param_names", "states")
+"""Of a group in a state dict or a checkpoint: its parameters, and the format in which their states are kept."""
+
 
 class StateView(Mapping[Tensor, dict[str, Any]]):
     """`optimizer.state`: copies of what the optimizer keeps for each parameter, made when looked at."""
@@ -156,7 +159,7 @@ class SpilledOptimizer(torch.optim.Optimizer):
         )
         write_states(self.engine, states)
         for group, values in zip(self.param_groups, saved, strict=True):
-            group.update({k: v for k, v in values.items() if k not in ("params", "param_names")})
+            group.update({k: v for k, v in values.items() if k not in NOT_LOADED})
 
     def report(self) -> dict[str, Any]:
         """Bytes per role and tier, traffic and times of the last step: docs/report.md says what its keys mean."""

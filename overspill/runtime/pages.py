@@ -185,7 +185,7 @@ class Pages:
         if home is None:
             return self.make(unit, page)
         self._executor.finish_latest(Key(Kind.STATE_STORE, unit, page))
-        out = torch.zeros(self.spec(unit, page).state_bytes, dtype=torch.uint8)
+        out = torch.zeros(self.spec(unit, page).state_bytes, dtype=torch.uint8, device="cpu")
         if (unit, page) in self.filled:
             home[0].load(home[1], out)
         return out

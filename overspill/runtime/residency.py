@@ -22,9 +22,10 @@ from overspill.runtime.behind import Behind
 from overspill.runtime.copies import Copies
 from overspill.runtime.door import Closed, Open, Prepared, register, set_door
 from overspill.runtime.executor import Executor
+from overspill.runtime.handle import gradient_of
 from overspill.runtime.loads import Loads
 from overspill.runtime.parts import Parts
-from overspill.runtime.turns import Turns
+from overspill.runtime.turns import Turns, calls_of
 from overspill.specs import Phase
 from overspill.units.layout import NARROW
 from overspill.units.local import local_of, version_of
@@ -38,15 +39,15 @@ class Residency:
     """Turns calls of modules, steps of backward and uses of parameters into needs. Keeps the parameters' doors."""
 
     def __init__(self, model: nn.Module, parts: Parts) -> None:
-        self._model = model
+        self.model = model
         self.executor = parts.executor
         self._recorder = parts.made.recorder
         self._check_room = parts.check_room
         self.masters = parts.made.masters
-        self._scale = parts.scale
+        self.scale = parts.scale
         self.units = parts.units
         self._places = {id(p): (u, i) for u, unit in enumerate(self.units) for i, p in enumerate(unit.params)}
-        self._depth = [0] * len(self.units)
+        self.depth = [0] * len(self.units)
         self._versions: dict[int, list[int]] = {}
         self._visited: set[int] = set()
         self.full = False
@@ -54,7 +55,7 @@ class Residency:
         self.closed = False
         """The model is plain again. What graphs from before refer to was left whole for them."""
         self._last: tuple[int, ...] = ()
-        self.turns = Turns(self._depth, self._recorder, parts.made.executor.lanes.device)
+        self.turns = Turns(self.depth, self._recorder, parts.made.executor.lanes.device)
         self.behind = Behind(parts.executor, self.turns)
         self.copies = Copies(self, parts)
         self.loads = Loads(model, parts.executor, lambda: self.look())
@@ -82,14 +83,14 @@ class Residency:
         place = self._places.get(id(p))
         if place is None:
             raise ModelError(
-                f"expected a parameter of the prepared {type(self._model).__name__}, found another tensor of shape "
+                f"expected a parameter of the prepared {type(self.model).__name__}, found another tensor of shape "
                 f"{tuple(p.shape)}; pass one of model.parameters()"
             )
         return place
 
     @property
     def phase(self) -> Phase:
-        return "train" if self._model.training else "eval"
+        return "train" if self.model.training else "eval"
 
     def held(self) -> frozenset[int]:
         """See Note [Who is open when]."""
@@ -99,7 +100,7 @@ class Residency:
             with self.executor.views:
                 self._visited = {u for u in self._visited if self.units[u].viewed}
         running = self.behind.units if in_backward() else ()
-        return frozenset(self._visited.union(running, (u for u, depth in enumerate(self._depth) if depth)))
+        return frozenset(self._visited.union(running, (u for u, depth in enumerate(self.depth) if depth)))
 
     def need(self, units: tuple[int, ...], ahead: bool = True) -> None:
         self.turns.take()
@@ -112,7 +113,7 @@ class Residency:
         """A step was taken: the next need is a new one, whatever it asks for, and no call is running any more, not
         even one that was interrupted from the keyboard and so never ended."""
         self._last = ()
-        for u, depth in enumerate(self._depth):
+        for u, depth in enumerate(self.depth):
             for _ in range(depth):
                 self.exit((u,))
 
@@ -120,9 +121,9 @@ class Residency:
 
     def enter(self, units: tuple[int, ...]) -> None:
         self.turns.take()
-        if self._scale is not None:
-            self._scale.check_inside()
-        outermost = [u for u in units if self._depth[u] == 0]
+        if self.scale is not None:
+            self.scale.check_inside()
+        outermost = [u for u in units if self.depth[u] == 0]
         if outermost and (self.strict or self.executor.program.limits.consumed):
             # What is updated in the backward pass is not pending any more, and new before its step.
             self.check_use(units)
@@ -138,7 +139,7 @@ class Residency:
             if self.executor.program.away(u):
                 self._versions[u] = [version_of(p) for p in self.units[u].params]
         for u in units:
-            self._depth[u] += 1
+            self.depth[u] += 1
 
     def exit(self, units: tuple[int, ...], output: Any = None) -> tuple[int, ...]:
         """The units whose outermost call ends here and whose weights may leave the device; with them those that are
@@ -146,9 +147,9 @@ class Residency:
         self.turns.follow()
         ended = []
         for u in units:
-            self._depth[u] -= 1
-            if self._depth[u] != 0:
-                self._depth[u] = max(self._depth[u], 0)
+            self.depth[u] -= 1
+            if self.depth[u] != 0:
+                self.depth[u] = max(self.depth[u], 0)
                 continue
             if not self.full:
                 _set_class(self.units[u], Closed)
@@ -159,10 +160,10 @@ class Residency:
                 if _escapes(self.units[u], output):
                     self._visited.add(u)
                     self.executor(Mark((u,), pin=torch.is_grad_enabled(), written=True))
-        if not any(self._depth):
+        if not any(self.depth):
             self._recorder.mark(OUTSIDE)
         away = self.executor.program.away
-        return (*ended, *(u for u, depth in enumerate(self._depth) if depth and away(u))) if ended else ()
+        return (*ended, *(u for u, depth in enumerate(self.depth) if depth and away(u))) if ended else ()
 
     def backward(self, units: tuple[int, ...]) -> None:
         if self.closed:
@@ -191,8 +192,8 @@ class Residency:
 
     def leave(self, params: list[nn.Parameter], graph: bool, written: bool) -> None:
         units = tuple(dict.fromkeys(self.place_of(p)[0] for p in params))
-        if graph and self._scale is not None:
-            self._scale.check_inside()
+        if graph and self.scale is not None:
+            self.scale.check_inside()
         self._visited.update(units)
         if graph or written:
             self.executor(Mark(units, pin=graph, written=written))
@@ -227,8 +228,12 @@ class Residency:
             self._visited.update(here)
             self.executor(Mark(here, written=True))
             for u in every:
-                if self._depth[u] == 0:
+                if self.depth[u] == 0:
                     _set_class(self.units[u], Closed)
+            for p in (p for unit in self.units for p in unit.params):
+                # An open parameter does not tell of gradients that the user puts there.
+                if p.grad is not None and gradient_of(p) is None:
+                    self.given(p, p.grad)
 
 
 def _current(executor: Executor, units: tuple[int, ...]) -> bool:
@@ -272,3 +277,13 @@ def viewed(residency: Residency, units: Iterable[int]) -> tuple[int, ...]:
 def seen(residency: Residency, units: Iterable[int]) -> tuple[int, ...]:
     """Those that somebody may look at without asking for them."""
     return tuple(units) if residency.full else viewed(residency, units)
+
+
+def forget_interrupted(residency: Residency, begins: int = 0) -> None:
+    """Calls that Ctrl-C ended, of which torch tells nobody. `begins`: how many of ours are just beginning."""
+    scale = residency.scale
+    seem_to_run = any(residency.depth) or (scale is not None and scale.running)
+    if seem_to_run and residency.turns.mine and calls_of(residency.model) <= begins:
+        residency.forget()
+        if scale is not None:
+            scale.forget()

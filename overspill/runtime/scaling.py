@@ -1,9 +1,9 @@
 """Loss scaling for fp16, by the rule of torch.amp.GradScaler with its default settings.
 
 Note [Scaled outputs]: gradients of fp16 weights would underflow, so they are computed from a scaled loss. The loop
-calls `loss.backward()` and knows nothing of it: each output of the model's own call is handed out as a view, and a
-hook on that view scales the gradient that comes back; a hook on each input that wants a gradient undoes it. Inside of
-the model nothing passes the views, so nothing is scaled twice. Gradients are unscaled where they are widened
+calls `loss.backward()` and knows nothing of it: each output of the model's own call is handed out behind a node of
+autograd that scales the gradient that comes back; one in front of each input that wants a gradient undoes it. Inside of
+the model nothing passes them, so nothing is scaled twice. Gradients are unscaled where they are widened
 (generation.py). What reaches weights on another way than through the model's outputs would not be scaled: such uses
 are refused while a graph is recorded.
 
@@ -122,13 +122,18 @@ class LossScale:
         return _mapped(output, self._scaled)
 
     def _scaled(self, t: Tensor) -> Tensor:
-        return _hooked(t, lambda gradient: _times(gradient, self._scale))
+        return _behind_node(t, lambda: self._scale)
 
     def _unscaled(self, t: Tensor) -> Tensor:
-        return _hooked(t, lambda gradient: _times(gradient, self.factor))
+        return _behind_node(t, lambda: self.factor)
+
+    @property
+    def running(self) -> bool:
+        """Whether a call of the whole model has begun, and not ended as far as is known."""
+        return self._calls > 0
 
     def forget(self) -> None:
-        """A step was taken: no call is running any more, not even one that was interrupted."""
+        """No call is running any more, not even one that was interrupted."""
         self._calls = 0
 
     def check_inside(self) -> None:
@@ -158,12 +163,32 @@ def _times(gradient: Tensor, number: Tensor) -> Tensor:
     return found
 
 
-def _hooked(t: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
-    if not t.requires_grad:
-        return t
-    view = t.view_as(t)
-    view.register_hook(hook)
-    return view
+class _Multiplied(torch.autograd.Function):
+    """The same tensor, behind a node that multiplies its gradient. Not a view with a hook: what changes a view in place
+    puts another node in front of what it is a view of, and the hook is gone."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(t: Tensor, number: Callable[[], Tensor]) -> Tensor:
+        return t.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.number = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _times(gradient, ctx.number()), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> Tensor:
+        return tangent.view_as(tangent)
+
+
+def _behind_node(t: Tensor, number: Callable[[], Tensor]) -> Tensor:
+    found: Tensor = _Multiplied.apply(t, number) if t.requires_grad else t  # type: ignore[no-untyped-call]
+    return found
 
 
 def _mapped(x: Any, change: Callable[[Tensor], Tensor], depth: int = 4) -> Any:

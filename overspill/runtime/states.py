@@ -110,7 +110,7 @@ class OwnStates:
         known = self._first(unit, param)
         known = known if keys is None else {key: known[key] for key in keys}
         inside = any(isinstance(v, Field) for v in known.values())
-        page = self._pages.read(unit, self._places[unit, param][0][0]) if inside else torch.empty(0)
+        page = self._pages.read(unit, self._places[unit, param][0][0]) if inside else torch.empty(0, device="cpu")
         return {
             k: v.of(page).clone() if isinstance(v, Field) else v.clone() if isinstance(v, Tensor) else v
             for k, v in known.items()
@@ -188,9 +188,9 @@ class OwnStates:
         key, told = list(self._told[unit, param].items())[which]
         spec, dtype = self._pages.model.units[unit].params[param], _DTYPES[told["dtype"]]
         if self._pages.model.sharding.whole:
-            out = torch.zeros(torch.Size(told["shape"]).numel(), dtype=dtype)
+            out = torch.zeros(torch.Size(told["shape"]).numel(), dtype=dtype, device="cpu")
         else:
-            out = torch.zeros(spec.owned.room, dtype=dtype)
+            out = torch.zeros(spec.owned.room, dtype=dtype, device="cpu")
         for page, part in self._places.get((unit, param), []):
             value = self._known.get((unit, param, part.begin), {}).get(key)
             if value is not None:
@@ -218,7 +218,7 @@ def _made(told: Mapping[str, Any]) -> Any:
     dtype = _DTYPES[told["dtype"]]
     if told["large"]:
         return torch.empty(told["shape"], dtype=dtype, device="meta")
-    return torch.tensor(told["value"], dtype=dtype).reshape(told["shape"])
+    return torch.tensor(told["value"], dtype=dtype, device="cpu").reshape(told["shape"])
 
 
 def _large(value: Any) -> bool:

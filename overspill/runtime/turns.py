@@ -54,6 +54,11 @@ class Turns:
         """Whether this thread was the last to take its turn, on the current stream."""
         return threading.get_ident() == self._took and streams.current(self._device) == self._stream
 
+    @property
+    def mine(self) -> bool:
+        """Whether it is this thread's turn, whatever torch's own threads do for it."""
+        return threading.get_ident() == self._last
+
     def _take_thread(self) -> None:
         me = threading.get_ident()
         if me == self._last or _of_torch():
@@ -89,3 +94,12 @@ def _inside(frame: FrameType | None, codes: frozenset[CodeType]) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def calls_of(model: nn.Module) -> int:
+    """How many calls of its modules this thread is in."""
+    own, found, frame = {id(module) for module in model.modules()}, 0, sys._getframe()
+    while frame is not None:
+        found += frame.f_code in CALL and id(frame.f_locals.get("self")) in own
+        frame = frame.f_back  # type: ignore[assignment]
+    return found

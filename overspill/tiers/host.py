@@ -42,7 +42,7 @@ class Arena:
         self.nbytes = align(nbytes, mmap.PAGESIZE)
         self.pinned = False
         self.view = memoryview(bytearray())
-        self.tensor = torch.empty(0, dtype=torch.uint8)  # uint8 [nbytes], host
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")  # uint8 [nbytes], host
         self._locked: list[tuple[int, int]] = []
         """What is page-locked: (address, the device whose copies it is for)."""
         self._finalizer: Callable[[], object] | None = None
@@ -71,7 +71,7 @@ class Arena:
     def close(self) -> None:
         """Unlock and unmap. May be called twice."""
         self.view = memoryview(bytearray())
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.pinned = False
         if self._finalizer is not None:
             self._finalizer()

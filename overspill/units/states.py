@@ -61,7 +61,7 @@ class StateProbe:
                 f"expected parameters of at most {len(PRIMES)} dimensions, found one of {dims}; fold some into one"
             )
         dtype = torch.float32 if p.is_floating_point() else p.dtype
-        tiny = nn.Parameter(torch.ones(PRIMES[:dims], dtype=dtype))
+        tiny = nn.Parameter(torch.ones(PRIMES[:dims], dtype=dtype, device="cpu"))
         tiny.grad = torch.ones_like(tiny)
         hypers = {k: v for k, v in self._optimizer.param_groups[group].items() if k != "params"}
         # These two speak of where the step runs, not of what it keeps, and want a GPU that a plan does not need.

@@ -255,3 +255,48 @@ def test_norms_of_wide_gradients_are_those_of_their_bytes() -> None:
     narrow = [Generation(0, 0, spec, torch.ones(4, dtype=torch.float16), factor) for _ in range(2)]
     assert Generation.norms_of(wide, 2.0) == [g.norm(g.value) for g in wide] == [2.0, 2.0]
     assert Generation.norms_of(narrow, 2.0) == [g.norm(g.value) for g in narrow] == [2 / 1024, 2 / 1024]
+
+
+def halved(y: torch.Tensor) -> None:
+    y /= 2
+
+
+def masked(y: torch.Tensor) -> None:
+    y[..., 0] = 0
+
+
+class Adding(nn.Module):
+    """Changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        return self.block(x)
+
+
+@pytest.mark.parametrize("change", [halved, masked, torch.Tensor.relu_])
+def test_inputs_and_outputs_may_be_changed_in_place(change: Any) -> None:
+    found = []
+    for precision in ("fp32", "fp16"):
+        torch.manual_seed(0)
+        model, before = Adding(), nn.Linear(WIDTH, WIDTH)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, _ = overspill.prepare(model, optimizer, precision=precision, place=PLACES["device"])
+        y = model(before(inputs()))
+        change(y)
+        y.float().square().mean().mul(0.1).backward()
+        found.append(grads(before) + grads(model))
+    assert all(map(close, *found)) and all(g.abs().max() > 1e-3 for g in found[1])
+
+
+def test_gradients_put_there_while_all_is_open_are_refused(tmp_path: Path) -> None:
+    """As outside: what autograd would add to them is scaled."""
+    model, _ = prepared(tmp_path)
+    with overspill.full(model):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p, dtype=torch.float32)
+    with pytest.raises(StateError, match="tensor of yours"):
+        model(inputs()).sum().backward()

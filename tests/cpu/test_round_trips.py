@@ -86,8 +86,8 @@ def test_what_set_gives_a_parameter_is_what_is_trained(tmp_path: Path) -> None:
     with overspill.building(nvme=tmp_path, keep="16KiB"):
         built = build()
     model, _ = prepared(built, nvme=tmp_path)
-    plain = build()
-    assert all(same_bits(p.detach().cpu(), q.detach()) for p, q in zip(model.parameters(), plain.parameters()))
+    pairs = zip(model.parameters(), build().parameters(), strict=True)
+    assert all(same_bits(p.detach(), q.detach()) for p, q in pairs)
 
 
 def test_a_parameter_on_meta_stays_what_it_is() -> None:
@@ -122,7 +122,7 @@ def test_recurrent_layers_on_meta(kind: Any, place: Any, tmp_path: Path) -> None
             steps.step()
             steps.zero_grad()
     closed = overspill.close(model)
-    assert all(same_bits(p, q) for p, q in zip(closed.parameters(), plain.parameters()))
+    assert all(same_bits(p, q) for p, q in zip(closed.parameters(), plain.parameters(), strict=True))
     assert torch.equal(closed(torch.ones(2, 3, 8))[0], plain(torch.ones(2, 3, 8))[0])
 
 
@@ -216,11 +216,13 @@ def test_a_load_leaves_the_format_of_states_alone(tmp_path: Path) -> None:
     model, optimizer = made("compact")
     step(model, optimizer, torch.ones(2, 64))
     overspill.save(tmp_path / "saved", model, optimizer)
-    for load in (lambda m, o: overspill.load(tmp_path / "saved", m, o), lambda m, o: o.load_state_dict(whole)):
-        whole = optimizer.state_dict()
+    for way in ("checkpoint", "state dict"):
         other, steps = made("exact")
-        load(other, steps)
-        assert steps.param_groups[0]["states"] == "exact"
+        if way == "checkpoint":
+            overspill.load(tmp_path / "saved", other, steps)
+        else:
+            steps.load_state_dict(optimizer.state_dict())
+        assert steps.param_groups[0]["states"] == "exact", way
 
 
 def test_an_exported_config_has_the_dtype_of_its_weights(tmp_path: Path) -> None:
@@ -256,3 +258,55 @@ def test_adapters_with_buffers_are_exported(tmp_path: Path) -> None:
     again.load_state_dict(kept)
     loaded = PeftModel.from_pretrained(again, tmp_path)  # type: ignore[arg-type]
     assert torch.equal(loaded.eval()(x), overspill.close(model).eval()(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_steps_are_counted_whatever_the_default_dtype_is(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, optimizer = prepared(nn.Linear(4, 4), "bf16")
+    step(model, optimizer, torch.ones(2, 4))
+    optimizer.state_dict()
+    optimizer.load_state_dict(with_steps(optimizer.state_dict(), 259.0))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        counts = [state["step"] for state in optimizer.state_dict()["state"].values()]
+    finally:
+        torch.set_default_dtype(before)
+    assert [(count.item(), count.dtype) for count in counts] == [(259.0, torch.float32)] * 2
+
+
+def with_steps(state: dict[str, Any], count: float) -> dict[str, Any]:
+    for each in state["state"].values():
+        each["step"] = torch.tensor(count)
+    return state
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_default_device_is_the_users_business(precision: str, tmp_path: Path) -> None:
+    """As torch.set_default_device("cuda") at the top of a script; here one that loses whatever is made on it."""
+
+    def run(device: str) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+        x, folder = torch.randn(4, 16), tmp_path / device
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        torch.set_default_device(device)
+        try:
+            place = {"weight": "host", "grad": "host", "state": "nvme"}
+            model, ours = overspill.prepare(model, optimizer, precision=precision, place=place, nvme=tmp_path, **ROOM)
+            for _ in range(2):
+                step(model, ours, x)
+            overspill.save(folder / "saved", model, ours)
+            step(model, ours, x)
+            overspill.load(folder / "saved", model, ours)
+            overspill.export(model, folder / "exported")
+            found = model.state_dict(), ours.state_dict()["state"]
+            overspill.close(model)
+        finally:
+            torch.set_default_device(None)
+        return found
+
+    (weights, states), (other_weights, other_states) = run("cpu"), run("meta")
+    assert all(same_bits(value, other_weights[name]) for name, value in weights.items())
+    for index, state in states.items():
+        assert all(same_bits(value, other_states[index][key]) for key, value in state.items())
