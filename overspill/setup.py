@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from overspill.config import DTYPES, Options, parse_nvme
 from overspill.errors import BudgetError, ModelError, OptionError, StateError
@@ -190,9 +190,9 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: 
         raise ModelError(_not_separable(kind))
 
 
-def _span(p: nn.Parameter) -> tuple[object, int, int] | None:
-    """Where a parameter's bytes lie."""
-    if p.is_meta or p.numel() == 0:
+def _span(p: Tensor) -> tuple[object, int, int] | None:
+    """Where the bytes of a parameter or a buffer lie."""
+    if p.is_meta or p.numel() == 0 or p.layout != torch.strided:
         return None
     if builder_of(p) is not None:
         key, begin, end = span_of(p)

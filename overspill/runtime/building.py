@@ -72,7 +72,7 @@ def builder_of(p: Tensor) -> "Builder | None":
     return keeper if isinstance(keeper, Builder) else None
 
 
-def span_of(p: nn.Parameter) -> tuple[int, int, int]:
+def span_of(p: Tensor) -> tuple[int, int, int]:
     """Where the bytes of a built parameter lie: (a number for the memory, first byte, last byte + 1). Its address
     cannot tell, because two parameters may have the same one after each other."""
     begin, size = int(p.storage_offset()), p.element_size()

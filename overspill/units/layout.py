@@ -6,12 +6,13 @@ unit too. A block that is mostly frozen, as beside adapters, is two units that a
 only ever read.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from overspill.errors import ModelError
@@ -254,8 +255,9 @@ Span = tuple[object, int, int]
 """(which memory, first byte, last byte + 1)"""
 
 
-def refuse_overlaps(model: nn.Module, span_of: Callable[[nn.Parameter], Span | None]) -> None:
-    """Two parameters over the same bytes would each get bytes of their own and drift apart silently."""
+def refuse_overlaps(model: nn.Module, span_of: Callable[[Tensor], Span | None]) -> None:
+    """Two parameters over the same bytes, or one and a buffer, would each get bytes of their own and drift apart
+    silently."""
     spans: dict[object, list[tuple[int, int, str]]] = {}
     for name, p in model.named_parameters():
         span = span_of(p)
@@ -269,3 +271,13 @@ def refuse_overlaps(model: nn.Module, span_of: Callable[[nn.Parameter], Span | N
                     f"expected parameters with bytes of their own, found {name!r} and {other!r} over the same memory; "
                     "tie them by assigning the same nn.Parameter object, or clone one of them before prepare"
                 )
+    for name, buffer in model.named_buffers():
+        span = span_of(buffer)
+        params = spans.get(span[0], []) if span is not None else []
+        # None of these overlaps another one: the last that begins before the buffer's end is the one that may reach it.
+        before = bisect_left(params, span[2], key=lambda each: each[0]) if span is not None else 0
+        if span is not None and before and params[before - 1][1] > span[1]:
+            raise ModelError(
+                f"expected buffers with bytes of their own, found {name!r} over the memory of the parameter "
+                f"{params[before - 1][2]!r}; clone it, or make the module use the parameter itself"
+            )

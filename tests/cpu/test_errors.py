@@ -381,6 +381,16 @@ def test_parameters_over_the_same_memory() -> None:
     refused(ModelError, "'embedding.weight' and 'head.weight' over the same memory; tie them", build)
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(1, 2), slice(-1, None)], ids=str)
+def test_a_buffer_over_the_memory_of_a_parameter(part: slice) -> None:
+    def build():
+        model = small.build()
+        model.blocks[1].register_buffer("same", model.blocks[1].up.weight.data[part])
+        return model
+
+    refused(ModelError, "'blocks.1.same' over the memory of the parameter 'blocks.1.up.weight'; clone it", build)
+
+
 @everywhere
 def test_sparse_gradients(place, tmp_path: Path) -> None:
     def build():
