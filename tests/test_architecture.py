@@ -8,6 +8,7 @@ import ast
 import functools
 import graphlib
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -423,7 +424,10 @@ def test_public_names_are_the_frozen_set() -> None:
 
 
 def run_python(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 

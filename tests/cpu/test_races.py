@@ -90,7 +90,7 @@ def short_ring(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("homes", PLACES[:4])
 @pytest.mark.parametrize("hands", ["split", "host"])
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_the_cores_are_not_early(
     homes: str, update: str, hands: Hands, passes: int, short_ring: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -215,7 +215,7 @@ def check_narrow(size: int, stages: list[int], tmp_path: Path) -> None:
                 assert differing(mine, its) == [], f"rank {rank}: {where}"
 
 
-@pytest.mark.parametrize("stages", [[0, 2], [1, 3]], ids=str)
+@pytest.mark.parametrize("stages", [pytest.param([0, 2], marks=pytest.mark.full), [1, 3]], ids=str)
 def test_two_ranks_begin_with_the_same_masters(stages: list[int], tmp_path: Path) -> None:
     check_narrow(2, stages, tmp_path)
 
