@@ -13,8 +13,8 @@ from tests.reference import Recipe, differing, train, weights
 
 TIERS = ("device", "host", "nvme")
 PLACES = [dict(zip(("weight", "grad", "state"), homes, strict=True)) for homes in product(TIERS, repeat=3)]
-OTHERS = [PLACES[0], PLACES[26], {"weight": "host", "grad": "device", "state": "nvme"}]
-SPREAD = [PLACES[13], *OTHERS]
+SPREAD = [PLACES[0], PLACES[26], {"weight": "host", "grad": "device", "state": "nvme"}]
+SPREAD += [pytest.param(PLACES[13], marks=pytest.mark.full)]
 
 
 def name(place: dict[str, str]) -> str:
@@ -46,7 +46,7 @@ def test_every_placement_gives_the_bits_of_the_plain_loop(place: dict[str, str],
     assert differing(got, expected) == []
 
 
-@pytest.mark.parametrize("place", [pytest.param(PLACES[13], marks=pytest.mark.full), *OTHERS], ids=name)
+@pytest.mark.parametrize("place", SPREAD, ids=name)
 @pytest.mark.parametrize("kind", [*Kind, None], ids=str)
 def test_a_delay_before_any_kind_of_op_changes_no_bit(kind: Kind | None, place: dict[str, str], tmp_path: Path) -> None:
     recipe = Recipe(steps=4, clip=2.5, micro_batches=2)
