@@ -100,12 +100,13 @@ def make_plan(
     found: tuple[Layout, Plan] | None = None
     for zero in stages:
         try:
+            # The highest stage that fits, where none is enough: at a higher one collectives may need more.
             found = _plan_at(model, optimizer, chosen, (ground, budget, zero))
         except OverspillError as error:
             refused = error
-        if found is not None and (zero == stages[-1] or _enough(found[1])):
+            continue
+        if _enough(found[1]):
             break
-        found = found if zero == stages[-1] else None
     if found is None and isinstance(refused, BudgetError):
         refused = _hardest(refused, lambda on: _plan_at(model, optimizer, chosen, (on, budget, stages[-1])), ground)
     return _agreed(found, refused, model, (optimizer, chosen, ground, budget))
@@ -344,7 +345,7 @@ def _budget(chosen: Options, ground: Ground) -> Budget:
                 f"expected {name}= within the {human(there[tier])} of that machine, found {human(sizes[tier])}; give a "
                 "smaller budget, or a larger machine"
             )
-    room = sum(size if size is not None else int(0.95 * _free(path)) for path, size in parse_nvme(chosen.nvme))
+    room = _disk_room(parse_nvme(chosen.nvme))
     if chosen.gpu == "auto" and not ground.has_gpu:
         # Then the device is memory that ranks share, too.
         sizes["device"] //= ground.local_ranks
@@ -354,7 +355,15 @@ def _budget(chosen: Options, ground: Ground) -> Budget:
     return Budget(*found)
 
 
-def _free(path: Path) -> int:
+def _disk_room(paths: list[tuple[Path, int | None]]) -> int:
+    """What is said of folders; and what is free on the disks of others, each counted once."""
+    said = sum(size for _, size in paths if size is not None)
+    free = dict(_free(path) for path, size in paths if size is None)
+    return said + sum(int(0.95 * room) for room in free.values())
+
+
+def _free(path: Path) -> tuple[int, int]:
+    """Which disk a folder is on, and what is free there."""
     try:
         free = disk_free(path)
     except OSError as error:
@@ -362,4 +371,4 @@ def _free(path: Path) -> int:
             f"expected a folder at nvme path {str(path)!r}, found {error.strerror!r}; make it or give another path"
         ) from error
     check_folder(path)
-    return free
+    return os.stat(path).st_dev, free

@@ -39,12 +39,21 @@ def place(theme: str, machine: Mapping[str, Any], date: str) -> Path:
     return next(path for path in (folder / f"{each}.json" for each in names) if not path.exists())
 
 
+PICTURES = (".png", ".svg", ".pdf")
+
+
 class Files:
     """The JSON of one run, which is written again whenever more is known, and its picture."""
 
     def __init__(self, theme: str, out: Path | None, chart: Path | None, body: dict[str, Any]) -> None:
         self._theme, self._out, self._chart = theme, out, chart
         self.body = body
+        if chart is not None:
+            check_picture(chart)
+        if out is not None and out.suffix == ".png":
+            raise OptionError(
+                f"expected --out to be a JSON file, found {str(out)!r}, which would be its picture; name it .json"
+            )
         if out is not None:
             write(out, body)  # so that what cannot be written is known before anything is measured
 
@@ -64,6 +73,13 @@ class Files:
 
     def __str__(self) -> str:
         return f"written: {', '.join(str(path) for path in (self._out, self._chart) if path is not None)}"
+
+
+def check_picture(path: Path, option: str = "--chart") -> None:
+    """Known before anything is measured."""
+    if path.suffix.lower() not in PICTURES or path.is_dir():
+        found = "a folder" if path.is_dir() else repr(str(path))
+        raise OptionError(f"expected {option} to be a file named {', '.join(PICTURES)}, found {found}; name one")
 
 
 def write(path: Path, body: Mapping[str, Any]) -> None:
@@ -88,4 +104,6 @@ def read(path: Path) -> dict[str, Any]:
         raise OptionError(
             f"expected a result file of overspill bench, found {str(path)!r}: {error}; give one that it wrote"
         ) from error
+    if not isinstance(found, dict):
+        raise OptionError(f"expected a result file of overspill bench, found a list in {str(path)!r}; give another one")
     return found

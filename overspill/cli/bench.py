@@ -54,7 +54,7 @@ OursOption = Annotated[
 ]
 Gpu = Annotated[str | None, o.described(ENGINES, "GPU budget of ours.", "auto")]
 Host = Annotated[str | None, o.described(ENGINES, "Host budget of ours.", "auto")]
-Nvme = Annotated[list[Path] | None, o.described(ENGINES, "Folder for ours to spill to.", "none")]
+Nvme = Annotated[list[Path] | None, o.described(ENGINES, "Folder for ours to spill to.", "none", parser=o.folder)]
 Build = Annotated[str, o.described(ENGINES, f"Where the model for ours is built: {', '.join(BUILDS)}.", "device")]
 Limit = Annotated[float, o.described(ENGINES, "Seconds that every engine has.", 600)]
 EngineList = Annotated[
@@ -284,5 +284,6 @@ def chart(result: Annotated[Path, typer.Argument(help="JSON file of a benchmark.
     """Draw the picture of a result file, for instance of one that was made where there is no matplotlib."""
     need("matplotlib")
     target = out or result.with_suffix(".png")
+    results.check_picture(target, "--out")
     charts.draw(results.read(result), target)
     typer.echo(f"drawn: {target}")

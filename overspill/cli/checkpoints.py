@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from overspill.errors import OptionError
 from overspill.report.run import RunFolder
@@ -56,10 +57,20 @@ class Checkpoints:
             shutil.rmtree(path)
 
 
+def settings_of(run: RunFolder) -> dict[str, Any] | None:
+    """What a run was told; None: its folder has no plan of a run."""
+    try:
+        found = run.read_plan()
+    except (OSError, ValueError):
+        return None
+    settings = found.get("settings") if isinstance(found, dict) else None
+    return settings if isinstance(settings, dict) else None
+
+
 def newest_run(runs: Path) -> Path:
     """The run with --model that began or was resumed last."""
     found = [RunFolder(path) for path in runs.iterdir()] if runs.is_dir() else []
-    found = [run for run in found if run.plan.is_file() and run.read_plan()["settings"].get("model")]
+    found = [run for run in found if (settings_of(run) or {}).get("model")]
     if not found:
         raise OptionError(f"expected a run with --model in {str(runs)!r} to resume, found none; name it with --run")
     return max(found, key=lambda run: run.plan.stat().st_mtime_ns).path

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,7 @@ def read_documents(files: Iterable[Path], how: Format) -> Iterator[Piece]:
         try:
             with _opened(path) as file:
                 yield from _lines(path, file, how) if suffix(path) == ".jsonl" else _text(path, file)
-        except (OSError, EOFError) as error:  # gzip raises both for what is torn
+        except (OSError, EOFError, zlib.error) as error:  # gzip raises all three for what is torn
             raise OptionError(
                 f"expected a readable file, found {str(path)!r}: {error}; mend it, or take it away"
             ) from error
@@ -117,7 +118,7 @@ def _lines(path: Path, file: BinaryIO, how: Format) -> Iterator[Piece]:
             body = json.loads(text) if text.strip() else None
         except UnicodeDecodeError as error:
             raise OptionError(_undecodable(where, error)) from error
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise OptionError(
                 f"expected a JSON object in {where}, found {_short(text)}: {error}; write one object per line"
             ) from error
@@ -139,13 +140,24 @@ def _document(body: dict[str, Any], how: Format, where: str) -> Piece:
         )
     value = body[field]
     if isinstance(value, str):
-        return Piece(value)
+        return Piece(_encodable(value, where))
     if field == CHAT and isinstance(value, list):
-        return Piece(_chat(value, how, where), templated=True)
+        return Piece(_encodable(_chat(value, how, where), where), templated=True)
     raise OptionError(
         f"expected text in field {field!r} of {where}, found {type(value).__name__}; name the one with the text: "
         "--text-field NAME"
     )
+
+
+def _encodable(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OptionError(
+            f"expected text in {where}, found half a character ({error.object[error.start]!a}), as is left where "
+            "an emoji was cut; mend or remove it"
+        ) from error
+    return text
 
 
 def _chat(messages: list[Any], how: Format, where: str) -> str:

@@ -24,7 +24,7 @@ from overspill.errors import OptionError
 from overspill.report.run import RunFolder, held_plainly
 
 
-def checked(settings: FineTune, seq_is_given: bool) -> FineTune:
+def checked(settings: FineTune, seq_is_given: bool, resumes: bool = False) -> FineTune:
     """Refuse what can be refused before anything is made; and no longer samples than the model has positions."""
     files_of(settings.data)
     if settings.validation_data is not None:
@@ -32,7 +32,7 @@ def checked(settings: FineTune, seq_is_given: bool) -> FineTune:
     longest = text_model.positions(text_model.read_config(settings.model))
     text_model.check_weights(settings.model)
     if settings.export is not None:
-        text_model.check_target(settings.export)
+        text_model.check_target(settings.export, replaces=resumes)
     if longest is None or settings.seq <= longest:
         return settings
     if seq_is_given:

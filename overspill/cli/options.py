@@ -23,9 +23,18 @@ _B = BuiltIn()
 _F = FineTune(model=Path(), data=Path())
 
 
-def described(panel: str, help_text: str, default: object, *names: str) -> Any:
+def described(panel: str, help_text: str, default: object, *names: str, parser: Any = None) -> Any:
     """An option, the group that --help shows it in, and what it is when it is left out."""
-    return typer.Option(*names, help=help_text, show_default=str(default), rich_help_panel=panel)
+    return typer.Option(*names, help=help_text, show_default=str(default), rich_help_panel=panel, parser=parser)
+
+
+def folder(text: str) -> Path:
+    """Not an empty name, as of a variable that is not set: it would be the current folder."""
+    if not text:
+        raise typer.BadParameter(
+            "expected a folder, found an empty name; leave the option out to write nothing to disk"
+        )
+    return Path(text)
 
 
 def _both(name: str) -> str:
@@ -90,7 +99,9 @@ Deterministic = Annotated[
 
 Gpu = Annotated[str | None, described(MEMORY, 'Budget of the device: "24GiB", bytes, or a fraction.', _B.gpu)]
 Host = Annotated[str | None, described(MEMORY, "Budget of host memory.", _B.host)]
-Nvme = Annotated[list[Path] | None, described(MEMORY, "Folder to spill to; may be given several times.", "none")]
+Nvme = Annotated[
+    list[Path] | None, described(MEMORY, "Folder to spill to; may be given several times.", "none", parser=folder)
+]
 Zero = Annotated[
     str | None,
     described(MEMORY, "What ranks divide: 1 states, 2 gradients too, 3 weights too; or 0, auto.", _B.zero),

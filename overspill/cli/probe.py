@@ -7,9 +7,10 @@ import typer
 
 from overspill.bench import probing
 from overspill.cli.app import app
+from overspill.cli.options import folder
 from overspill.errors import OptionError
 
-Nvme = Annotated[Path | None, typer.Option(help="Folder whose disk is measured too.")]
+Nvme = Annotated[Path | None, typer.Option(help="Folder whose disk is measured too.", parser=folder)]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again, whatever is in the cache.")]
 
 

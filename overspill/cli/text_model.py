@@ -92,8 +92,10 @@ def digest(folder: Path) -> str:
     return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
 
 
-def check_target(path: Path) -> None:
-    """To be called before training, not after it."""
+def check_target(path: Path, replaces: bool = False) -> None:
+    """To be called before training, not after it. `replaces`: one may be there, of the run that goes on."""
+    if replaces and (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        return
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise OptionError(f"expected --export to be a new or empty folder, found {str(path)!r}; give another one")
 

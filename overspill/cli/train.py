@@ -11,7 +11,7 @@ import typer
 from overspill.cli import built_in, fine_tune
 from overspill.cli import options as o
 from overspill.cli.app import app, need
-from overspill.cli.checkpoints import Checkpoints, newest_run
+from overspill.cli.checkpoints import Checkpoints, newest_run, settings_of
 from overspill.cli.ranks import Ranks, join
 from overspill.cli.settings import BuiltIn, FineTune, resolve, resolve_resumed
 from overspill.errors import OptionError
@@ -101,7 +101,9 @@ def _begin(given: dict[str, Any], path: Path | None, demo: bool, ranks: Ranks) -
 def _resume(given: dict[str, Any], path: Path | None, ranks: Ranks) -> int:
     """The rest of a run that was interrupted, or more of one that was not. Returns the exit code."""
     folder, stored = ranks.from_first(lambda: _found(path))
-    settings = ranks.together(lambda: _checked(resolve_resumed(stored, given, ranks.size), seq_is_given=True))
+    settings = ranks.together(
+        lambda: _checked(resolve_resumed(stored, given, ranks.size), True, given["export"] is None)
+    )
     assert isinstance(settings, FineTune), f"{type(settings).__name__} cannot be resumed"
     checkpoint = ranks.from_first(lambda: Checkpoints(folder.checkpoints).newest())
     return fine_tune.run(settings, folder, checkpoint, ranks)
@@ -112,18 +114,24 @@ def _found(path: Path | None) -> tuple[RunFolder, dict[str, Any]]:
     folder = RunFolder(path or newest_run(RUNS))
     if not folder.plan.is_file():
         raise OptionError(f"expected a run in {str(folder.path)!r} to resume, found none; name it with --run")
-    return folder, folder.read_plan()["settings"]
+    settings = settings_of(folder)
+    if settings is None:
+        raise OptionError(
+            f"expected the plan.json of a run in {str(folder.path)!r} to resume, found another file, or a torn one; "
+            "name the run with --run"
+        )
+    return folder, settings
 
 
 def _settled(given: dict[str, Any], demo: bool, ranks: Ranks) -> BuiltIn | FineTune:
     return _checked(resolve(given, demo, ranks.size), seq_is_given=given["seq"] is not None)
 
 
-def _checked(settings: BuiltIn | FineTune, seq_is_given: bool) -> BuiltIn | FineTune:
+def _checked(settings: BuiltIn | FineTune, seq_is_given: bool, resumes: bool = False) -> BuiltIn | FineTune:
     """As far as can be seen on this machine."""
     need("transformers", "matplotlib")
     _check_folders(settings.nvme)
-    return fine_tune.checked(settings, seq_is_given) if isinstance(settings, FineTune) else settings
+    return fine_tune.checked(settings, seq_is_given, resumes) if isinstance(settings, FineTune) else settings
 
 
 def _check_folders(paths: tuple[Path, ...]) -> None:

@@ -43,14 +43,14 @@ class StateProbe:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._group = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-        self._known: dict[tuple[int, int], list[tuple[tuple[int, ...], int]]] = {}
+        self._known: dict[tuple[int, int, torch.dtype], list[tuple[tuple[int, ...], int]]] = {}
 
     def bytes_of(self, p: nn.Parameter, shape: Sequence[int]) -> int | None:
         """Bytes of all state tensors of `p`, or of a piece of it, each aligned; None if the optimizer has it not."""
         group = self._group.get(id(p))
         if group is None:
             return None
-        key = (group, len(shape))
+        key = (group, len(shape), torch.float32 if p.is_floating_point() else p.dtype)
         if key not in self._known:
             self._known[key] = self._run(group, p, len(shape))
         return sum(align(_scaled(tiny, shape) * itemsize) for tiny, itemsize in self._known[key])

@@ -432,3 +432,18 @@ def test_a_window_begins_at_the_end_of_a_step() -> None:
 
     timed = timing.window(step, 3, torch.device("cpu"), lambda *_: None, ([], []))
     assert 0.02 <= timed.step < 0.2 and len(timed.steps) == 3 and len(timed.losses) == 4
+
+
+@pytest.mark.parametrize(("out", "chart"), [(None, "x.foo"), ("x.png", None), (None, ".")])
+def test_pictures_that_cannot_be_drawn_are_refused_before_anything_is_measured(
+    out: str | None, chart: str | None, tmp_path: Path
+) -> None:
+    there = [None if name is None else tmp_path / name for name in (out, chart)]
+    with pytest.raises(OptionError, match=r"expected --(chart|out) to be"):
+        results.Files("step", *there, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_name_is_refused() -> None:
+    told = here("plan", "--params", "1M", "--gpu", "64MiB", "--host", "64MiB", "--nvme", "", code=2)
+    assert "expected a folder, found an empty name" in " ".join(told.split())

@@ -240,3 +240,26 @@ def test_ranks_share_the_validation_and_take_as_many_batches_each() -> None:
     assert [[count for _, count in share] for share in shares] == [[2, 2], [2, 1], [2, 0]]
     turns = [pair for turn in zip(*shares, strict=True) for pair in turn if pair[1]]
     assert all(torch.equal(a["labels"], b["labels"]) for (a, _), (b, _) in zip(turns, alone, strict=True))
+
+
+def test_half_a_character_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "good"}\n{"text": "bad \\ud83d end"}\n')
+    with pytest.raises(OptionError, match=r"expected text in line 2 of .*a\.jsonl.*half a character \('\\ud83d'\)"):
+        texts(path)
+
+
+def test_json_that_never_ends_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": ' + "[" * 100_000 + "\n")
+    with pytest.raises(OptionError, match=r"expected a JSON object in line 1"):
+        texts(path)
+
+
+def test_damaged_gzip_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt.gz"
+    whole = gzip.compress(("some text " * 500).encode())
+    for at in range(12, len(whole) - 8):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+        with pytest.raises(OptionError, match=r"expected (a readable file|.*UTF-8)"):
+            texts(path)

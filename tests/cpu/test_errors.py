@@ -746,3 +746,27 @@ def test_a_step_that_would_need_more_states(name: str, update: str, tmp_path: Pa
         return weights(overspill.close(model))
 
     assert differing(run(refused_at=3), run(refused_at=-1)) == []
+
+
+def test_a_disk_with_two_folders_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overspill.planning.disk_free", lambda _: 1 << 30)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    model = small.build()
+
+    def room(nvme: Any) -> int:
+        return overspill.plan(model, adamw(model), gpu=GPU, host=HOST, nvme=nvme).budget.nvme
+
+    one = room(tmp_path / "a")
+    assert room([tmp_path / "a", tmp_path / "b"]) == room([tmp_path / "a", tmp_path / "b" / ".." / "a"]) == one
+    assert room({tmp_path / "a": "1MiB", tmp_path / "b": "2MiB"}) == 3 << 20
+
+
+def test_a_stage_that_fits_is_taken_where_a_higher_one_does_not() -> None:
+    """Whole matrices of all ranks pass through a collective at once, in higher stages."""
+    model = nn.Sequential(nn.Linear(1000, 3000))
+    optimizer = torch.optim.Adafactor(model.parameters())
+    keywords: Any = {"gpu": "160MiB", "host": "1GiB", "precision": "fp32", "world": 8}
+    with pytest.raises(BudgetError):
+        overspill.plan(model, optimizer, zero=3, **keywords)
+    assert overspill.plan(model, optimizer, **keywords).model.sharding.zero < 3

@@ -18,6 +18,8 @@ from overspill.cli import randomness
 from overspill.cli.checkpoints import Checkpoints, newest_run
 from overspill.cli.settings import FineTune, check_same, resolve_resumed
 from overspill.cli.signals import Interruption
+from overspill.cli.text_model import check_target
+from overspill.cli.train import _found
 from overspill.errors import OptionError
 from overspill.interrupts import ending_at_once
 from overspill.report.run import RunFolder
@@ -129,6 +131,26 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_with_every_schedule(
     assert "resuming runs/a after step 7 of 9" in here("train", "--resume", "--steps", "9")
     assert len(log_of(tmp_path / "runs" / "a")) == 9
     assert Checkpoints(tmp_path / "runs" / "a" / "checkpoints").steps() == [8, 9]
+
+
+@pytest.mark.parametrize("text", ['{"peak": 1}', "[]", "{torn"])
+def test_what_is_no_run_is_passed_over(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in (("good", '{"settings": {"model": "m"}}'), ("other", text)):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "plan.json").write_text(content)
+    assert newest_run(tmp_path / "runs").name == "good"
+    with pytest.raises(OptionError, match=r"expected the plan.json of a run in .*other.*name the run with --run"):
+        _found(tmp_path / "runs" / "other")
+
+
+def test_an_export_of_the_run_itself_is_replaced_when_it_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(OptionError, match="new or empty folder"):
+        check_target(tmp_path, replaces=True)
+    (tmp_path / "model.safetensors").write_text("")
+    check_target(tmp_path, replaces=True)
+    with pytest.raises(OptionError, match="new or empty folder"):
+        check_target(tmp_path)
 
 
 def test_small_states_continue_to_the_same_bits(given: Path, tmp_path: Path) -> None:

@@ -310,3 +310,30 @@ def test_a_default_device_is_the_users_business(precision: str, tmp_path: Path) 
     assert all(same_bits(value, other_weights[name]) for name, value in weights.items())
     for index, state in states.items():
         assert all(same_bits(value, other_states[index][key]) for key, value in state.items())
+
+
+def test_real_and_complex_parameters_of_one_shape() -> None:
+    """Their states differ in size."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.real = nn.Parameter(torch.randn(30, 40))
+            self.complex = nn.Parameter(torch.randn(30, 40, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.real).square().sum() + (x.to(torch.complex64) @ self.complex).abs().square().sum()
+
+    found = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model: Any = Both()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if ours:
+            model, optimizer = overspill.prepare(model, optimizer, precision="fp32", place=AWAY, **ROOM)
+        for _ in range(3):
+            model(torch.ones(2, 30)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.detach().clone() for p in (overspill.close(model) if ours else model).parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*found, strict=True))
