@@ -109,16 +109,21 @@ def make_plan(
             break
     if found is None and isinstance(refused, BudgetError):
         refused = _hardest(refused, lambda on: _plan_at(model, optimizer, chosen, (on, budget, stages[-1])), ground)
+    elif found is not None and found[1].model.sharding.whole and found[1].model.sharding.zero:
+        # Who has whole parameters may have far more than another rank.
+        zero = found[1].model.sharding.zero
+        refused = _hardest(None, lambda on: _plan_at(model, optimizer, chosen, (on, budget, zero)), ground)
+        found = found if refused is None else None
     return _agreed(found, refused, model, (optimizer, chosen, ground, budget))
 
 
-def _hardest(refused: BudgetError, plan_by: Callable[[Ground], object], ground: Ground) -> BudgetError:
-    """Among the refusals of ranks that are not there to be asked, that of the one that needs most."""
+def _hardest(refused: BudgetError | None, plan_by: Callable[[Ground], object], ground: Ground) -> BudgetError | None:
+    """Among the refusals of ranks that are not there to be asked, that of the one that needs most; None: all fit."""
     for rank in range(1, ground.world if ground.comm is None else 0):
         try:
             plan_by(dataclasses.replace(ground, rank=rank))
         except BudgetError as error:
-            refused = max(refused, error, key=lambda each: each.least)
+            refused = error if refused is None else max(refused, error, key=lambda each: each.least)
     return refused
 
 
@@ -145,12 +150,13 @@ def _agreed(
     model: nn.Module,
     asked: tuple[torch.optim.Optimizer, Options, Ground, Budget],
 ) -> tuple[Layout, Plan]:
-    """The plan of all ranks: that of the first. Ranks own slightly different bytes, so each looks whether it fits."""
+    """The plan of all ranks: that of the one that owns most. They own different bytes: each looks whether it fits."""
     optimizer, chosen, ground, budget = asked
     if ground.comm is not None:
         mine = None if found is None else found[1]
         told = {"refused": None if refused is None or mine else str(refused), "plan": mine and _outline(mine)}
-        heard = ground.comm.exchange({**told, "asked": _asked(chosen, optimizer)})
+        owned = sum(mine.model.role_bytes(role) for role in ROLES) if mine else 0
+        heard = ground.comm.exchange({**told, "owned": owned, "asked": _asked(chosen, optimizer)})
         _check_same([each["asked"] for each in heard], ground.comm.world_ranks)
         for rank, each in zip(ground.comm.world_ranks, heard, strict=True):
             if each["plan"] is None and found is not None:
@@ -158,18 +164,34 @@ def _agreed(
                     f"expected a plan that fits on all ranks, found none on rank {rank}; it says: {each['refused']}"
                 )
         if found is not None and any(each["plan"] != heard[0]["plan"] for each in heard):
-            place = [Placement(*homes) for homes in heard[0]["plan"]["homes"]]
-            zero, page = heard[0]["plan"]["zero"], heard[0]["plan"]["page"]
-            limits = Limits(**heard[0]["plan"]["limits"])
+            theirs = max(heard, key=lambda each: each["owned"])["plan"]
+            place = [Placement(*homes) for homes in theirs["homes"]]
+            zero, page, limits = theirs["zero"], theirs["page"], Limits(**theirs["limits"])
             forms = forms_of(optimizer, chosen, ground.sharding(zero, optimizer))
             laid_out = lay_out(model, forms, page)
             request = _request(laid_out, chosen, (ground, budget, page), forms)
-            request = dataclasses.replace(request, chosen=Chosen(limits.hands, heard[0]["plan"]["why"]))
-            found = laid_out, finish(request, tuple(place), limits)
+            request = dataclasses.replace(request, chosen=Chosen(limits.hands, theirs["why"]))
+            found = laid_out, _on_all(ground.comm, lambda: finish(request, tuple(place), limits))
     if found is None:
         assert refused is not None, "there is a plan or a refusal"
         raise refused
     return found
+
+
+def _on_all(comm: Comm, plan: Callable[[], Plan]) -> Plan:
+    """What fits on this rank must fit on all of them."""
+    made: Plan | BudgetError
+    try:
+        made = plan()
+    except BudgetError as error:
+        made = error
+    for rank, says in zip(
+        comm.world_ranks, comm.exchange(str(made) if isinstance(made, BudgetError) else None), strict=True
+    ):
+        if says is not None:
+            raise BudgetError(f"expected a plan that fits on all ranks, found none on rank {rank}; it says: {says}")
+    assert isinstance(made, Plan), "no rank said anything"
+    return made
 
 
 OWN = ("gpu", "host", "nvme", "place", "mesh", "weights")

@@ -101,7 +101,7 @@ def test_nobody_goes_on(use: str, tmp_path: Path) -> None:
 
 @places
 @pytest.mark.parametrize("way", ["load", "load_state_dict"])
-@pytest.mark.parametrize("dropped", [True, False])
+@pytest.mark.parametrize("dropped", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_what_is_loaded_is_whole_again(way: str, dropped: bool, place: str, tmp_path: Path) -> None:
     def run(broken: bool) -> tuple[list[float], dict[str, Tensor]]:
         model, optimizer = prepared(place, tmp_path)

@@ -151,7 +151,7 @@ def test_sums_that_nobody_planned(place: str, hands: Hands, read: list[int], tmp
 
 @pytest.mark.parametrize("update", ["lazy", "eager", "delayed"])
 @pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("kind", [None, Kind.GRAD_STORE])
+@pytest.mark.parametrize("kind", [pytest.param(None, marks=pytest.mark.full), Kind.GRAD_STORE])
 def test_whenever_updates_begin(
     kind: Kind | None, passes: int, update: str, hands: Hands, read: list[int], tmp_path: Path
 ) -> None:

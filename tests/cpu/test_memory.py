@@ -84,6 +84,7 @@ def test_peak_is_within_the_plan(name: str, tmp_path: Path) -> None:
     check(measure(tmp_path, CONFIGURATIONS[name]), tmp_path)
 
 
+@pytest.mark.full
 def test_peak_is_within_a_later_plan(tmp_path: Path) -> None:
     """What moves to the device leaves its room in host memory taken."""
     keywords = {"gpu": "288MiB", "host": "400MiB", "precision": "bf16", "micro_batches": 2}

@@ -85,7 +85,7 @@ def test_the_demo_spills_beside_its_runs_and_takes_other_sizes(tmp_path: Path) -
     [
         (["--hidden", "64", "--heads", "3"], "--heads that divides --hidden 64, found 3"),
         ([*TINY, "--gpu", "100KiB"], "expected a device budget of at least"),
-        (["--nvme", "missing"], "'missing'"),
+        pytest.param(["--nvme", "missing"], "'missing'", marks=pytest.mark.full),
         (["--steps", "many"], "--steps"),
     ],
     ids=["heads", "budget", "nvme", "steps"],

@@ -20,6 +20,7 @@ import overspill
 from overspill import planning
 from overspill.config import options
 from overspill.errors import BudgetError, ModelError, RankError
+from overspill.planning import Ground, make_plan
 from tests import small
 from tests.ranks import run
 from tests.reference import differing, weights
@@ -355,3 +356,36 @@ def test_a_wrapped_model_is_refused(ranks: int) -> None:
 def test_what_a_hook_adds_is_multiplied_as_it_says() -> None:
     for rank in run(hooked, 2, [0, 1, 2, 3]):
         assert rank == [[2 * 1.5 + 0.25] * 16] * 4
+
+
+def matrices() -> nn.Module:
+    shapes = [(500, 500), (500, 400), (400, 500)]
+    return nn.Sequential(*(nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes)) for _ in range(8)))
+
+
+def test_a_plan_for_several_ranks_fits_all_of_them() -> None:
+    """Whole parameters are divided unevenly: another rank than the first may need more."""
+    model = on_meta(matrices)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    there = {"device": 1e12, "host": 1e12}
+    chosen: dict[str, Any] = {"precision": "bf16", "zero": 3}
+
+    def least(rank: int, **budgets: int) -> int:
+        """What is said to be needed; 0: it fits."""
+        try:
+            make_plan(
+                model, optimizer, options({**chosen, **budgets}), Ground(torch.device("cpu"), there, None, 2, rank)
+            )
+        except BudgetError as error:
+            return error.least
+        return 0
+
+    chosen["gpu"] = max(least(rank, gpu=1, host=10**9) for rank in (0, 1))
+    low, high = 0, 2**26
+    while high - low > 2**16:
+        middle = (low + high) // 2
+        low, high = (middle, high) if least(1, host=middle) else (low, middle)
+    overspill.plan(model, optimizer, host=high, world=2, machine=there, **chosen)
+    with pytest.raises(BudgetError):
+        # More than enough for the first.
+        overspill.plan(model, optimizer, host=low, world=2, machine=there, **chosen)
