@@ -81,13 +81,13 @@ def test_what_set_gives_a_parameter_is_what_is_trained(tmp_path: Path) -> None:
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return nn.utils.parametrizations.orthogonal(nn.Linear(96, 96))
+        return nn.utils.parametrizations.orthogonal(nn.Linear(160, 160))
 
-    with overspill.building(nvme=tmp_path, keep="16KiB"):
+    with overspill.building(nvme=tmp_path, keep="64KiB"):
         built = build()
-    model, _ = prepared(built, nvme=tmp_path)
-    pairs = zip(model.parameters(), build().parameters(), strict=True)
-    assert all(same_bits(p.detach(), q.detach()) for p, q in pairs)
+    before = built.weight.detach().clone()
+    model, _ = prepared(built)
+    assert same_bits(model.weight.detach(), before) and same_bits(before, build().weight.detach())
 
 
 def test_a_parameter_on_meta_stays_what_it_is() -> None:
@@ -128,14 +128,16 @@ def test_recurrent_layers_on_meta(kind: Any, place: Any, tmp_path: Path) -> None
 
 def bf16() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).bfloat16()
+    return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)).bfloat16()
 
 
 def test_weights_that_came_in_16_bits_leave_as_they_are(tmp_path: Path) -> None:
     """Not as torch rounds their masters."""
-    model, optimizer = prepared(bf16(), "bf16")
-    x = torch.randn(8, 512, dtype=torch.bfloat16)
-    for _ in range(3):
+    model = bf16()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = overspill.prepare(model, optimizer, precision="bf16", **ROOM)
+    for _ in range(4):
+        x = torch.randn(8, 512, dtype=torch.bfloat16)
         step(model, optimizer, x)
     overspill.export(model, tmp_path)
     exported = load_file(tmp_path / "model.safetensors")
