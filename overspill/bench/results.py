@@ -39,7 +39,7 @@ def place(theme: str, machine: Mapping[str, Any], date: str) -> Path:
     return next(path for path in (folder / f"{each}.json" for each in names) if not path.exists())
 
 
-PICTURES = (".png", ".svg", ".pdf")
+PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
 
 class Files:
