@@ -205,7 +205,7 @@ def test_states_that_have_no_room_are_refused_before_anything_is_loaded(place: A
         # On the device they may grow.
         overspill.load(tmp_path / "saved", other, steps)
     else:
-        with pytest.raises(ModelError, match="0.weight"):
+        with pytest.raises(ModelError, match=r"0\.weight"):
             overspill.load(tmp_path / "saved", other, steps)
         assert all(same_bits(value, before[name]) for name, value in other.state_dict().items())
     step(other, steps, torch.ones(2, 64))
